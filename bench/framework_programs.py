@@ -104,7 +104,8 @@ class FrameworkProgram:
 def make_programs(
     case: FrameworkCase, names: Sequence[str], layers: int, device: torch.device
 ) -> dict[str, Callable[[], FrameworkProgram]]:
-    """What makes the program of each contender; compiled ones share a model."""
+    """What makes the program of each contender. Compiled ones share a model, but for ``generate``, with which a model
+    keeps one compiled form."""
     ids = torch.randint(96, (1 if device.type == "cuda" else 2, case.tokens), device=device)
     dist.broadcast(ids, 0)
     if case.kind in ("ddp", "fsdp2", "eager"):
@@ -112,9 +113,11 @@ def make_programs(
     if case.kind == "experts":
         return {name: partial(_of_experts, case, name, layers, ids) for name in names}
     mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("tp",))
-    model = model_of(case.model, layers, device, mesh)
-    make = _generating if case.kind == "generate" else _compiled
-    return {name: partial(make, case.kind, model, COMPILED[name], ids) for name in names}
+    make_model = partial(model_of, case.model, layers, device, mesh)
+    if case.kind == "generate":
+        return {name: partial(_generating, make_model, COMPILED[name], ids) for name in names}
+    model = make_model()
+    return {name: partial(_compiled, case.kind, model, COMPILED[name], ids) for name in names}
 
 
 def model_of(
@@ -194,9 +197,12 @@ def _training(
     return FrameworkProgram(step, results, counts)
 
 
-def _generating(kind: str, model: Any, settings: dict[str, Any] | None, ids: Tensor) -> FrameworkProgram:
+def _generating(
+    make_model: Callable[[], Any], settings: dict[str, Any] | None, ids: Tensor
+) -> FrameworkProgram:
     from transformers.generation import CompileConfig
 
+    model = make_model()
     fusion = None if settings is None else FusionPass(**settings)
     options = {"triton.cudagraphs": ids.is_cuda, **(fusion.options if fusion else {})}
     how: dict[str, Any] = {"dynamic": False, "mode": None, "options": options}

@@ -32,7 +32,7 @@ from ..settings import CAPTURE
 from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
 from .signature import Order, Signature
-from .votes.vote_rows import uncounting_backend
+from .votes.begun import uncounting_backend
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:

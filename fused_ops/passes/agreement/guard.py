@@ -34,8 +34,9 @@ from . import outcomes
 from .fallback import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import digest, name_of
+from .votes.begun import begun
 from .votes.board import ABSENCE, VoteBoard, vote_board
-from .votes.vote_rows import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote, begun
+from .votes.vote_rows import ABSENT, LATE, LEFT, NO_BOARD, Answer, Vote
 
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 VOTE_DEADLINE = 30.0

@@ -19,7 +19,7 @@ from weft.fused_ops.passes import Entry, FusionPass
 from weft.fused_ops.passes.agreement import fallback, fallback_graph
 from weft.fused_ops.passes.agreement.fallback import compiling_fallback
 from weft.fused_ops.passes.agreement.guard import SIZES, GraphGuard
-from weft.fused_ops.passes.agreement.votes.vote_rows import uncounting_backend
+from weft.fused_ops.passes.agreement.votes.begun import uncounting_backend
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from weft.fused_ops import Plan, last_plan
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement import guard
-from weft.fused_ops.passes.agreement.votes.vote_rows import begun
+from weft.fused_ops.passes.agreement.votes.begun import begun
 
 STEPS = 6
 

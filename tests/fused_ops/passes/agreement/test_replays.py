@@ -1,0 +1,110 @@
+"""CUDA graphs count their collectives where they are replayed, so that ranks which capture otherwise agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import BOUND, check
+from ranks import run_ranks
+from test_pass_on_gpus import layer, layer_inputs
+from test_ranks_that_differ import compiler
+from weft.fused_ops.dispatch import plan
+from weft.fused_ops.passes import FusionPass, Report
+from weft.fused_ops.passes.agreement.votes.begun import begun, count_replays
+
+
+class Captured:
+    """As torch.cuda.CUDAGraph, but that what is captured runs there, too."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture_begin(self, pool: object = None) -> None:
+        assert pool is None or isinstance(pool, str)
+
+    def capture_end(self) -> None:
+        if self.replays < 0:
+            raise RuntimeError("capturing failed")
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def counts(rank: int, size: int) -> None:
+    class Graph(Captured):
+        pass
+
+    def capture(graph: Captured, run: Callable[[], object]) -> None:
+        graph.capture_begin(pool="a pool")
+        run()
+        graph.capture_end()
+
+    world, other = dist.group.WORLD, dist.new_group()
+    assert world is not None
+    x = torch.ones(3)
+    uncounted, graph = Graph(), Graph()
+    capture(uncounted, lambda: dist.all_reduce(x))  # before anything counts
+    count_replays(Graph)
+    count_replays(Graph)
+    first = begun(world), begun(other)
+    capture(graph, lambda: [dist.all_reduce(x), dist.all_reduce(x, group=other), dist.all_reduce(x)])
+    assert (begun(world), begun(other)) == first
+    for _ in range(3):
+        graph.replay()
+        uncounted.replay()
+    assert (begun(world), begun(other)) == (first[0] + 6, first[1] + 3)
+    assert (graph.replays, uncounted.replays) == (3, 3)
+    capture(graph, lambda: dist.all_reduce(x, group=other))  # once more: it holds something else
+    graph.replay()
+    assert (begun(world), begun(other)) == (first[0] + 6, first[1] + 4)
+    broken = Graph()
+    broken.replays = -1
+    with pytest.raises(RuntimeError, match="capturing failed"):
+        capture(broken, lambda: dist.all_reduce(x))
+    assert begun(world) == first[0] + 6
+    dist.all_reduce(x)
+    assert begun(world) == first[0] + 7
+    dist.destroy_process_group(other)
+
+
+def test_collectives_count_where_they_are_replayed() -> None:
+    run_ranks(counts, 2, fresh=True)
+
+
+def captured_apart(rank: int, size: int) -> tuple[list[bool], Report]:
+    """NCCL's collectives in CUDA graphs: rank 1 captures them once more, and runs one eagerly where rank 0 replays."""
+    with compiler(), torch.no_grad(), plan.forced("fused"):
+        fusion = FusionPass(fuse="always")
+        fusion.clear()
+        compiled = torch.compile(layer, options=fusion.options, dynamic=False)
+        x, graphs = torch.ones(64, device="cuda"), []
+        dist.all_reduce(x)
+        for _ in range(1 + rank):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
+                dist.all_reduce(x)
+        fused = []
+        for step in range(6):
+            if rank == 0 or step % 2:
+                graphs[-1].replay()
+            else:
+                dist.all_reduce(x)
+            given = layer_inputs(size)
+            plan.ran(plan.Plan("none"))
+            got = compiled(*given)
+            fused.append(plan.last_plan().algorithm != "none")
+            check("result", got, layer(*(t.double() for t in given)), 3 * BOUND[torch.bfloat16])
+        assert x.tolist() == [2.0**7] * 64
+        torch.cuda.synchronize()
+        del graphs
+        return fused, fusion.report()
+
+
+@pytest.mark.gpu(own=True)  # shared GPUs' collectives are not captured
+def test_ranks_that_capture_otherwise_agree() -> None:
+    for fused, report in run_ranks(captured_apart, 2, device="cuda"):
+        assert all(fused)
+        assert report.disagreements == ()
