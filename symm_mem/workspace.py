@@ -56,6 +56,7 @@ class Workspace(Generic[L]):
 
     Args:
         graph: the captured graph that it belongs to alone, whose replays repeat the calls that were captured.
+        replayed: captured graphs may use it, whether it belongs to one or not.
 
     Attributes:
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
@@ -66,9 +67,12 @@ class Workspace(Generic[L]):
         host_words: of a CPU rank's epochs, by buffer.
     """
 
-    def __init__(self, heap: Heap, layout: L, tag: str, *, graph: CapturedGraph | None = None) -> None:
+    def __init__(
+        self, heap: Heap, layout: L, tag: str, *, graph: CapturedGraph | None = None, replayed: bool = False
+    ) -> None:
         self.heap = heap
         self.graph = graph
+        self.replayed = replayed or graph is not None
         self.fault = fault_of(heap)
         self.layout = layout
         self.rank = heap.rank
@@ -90,7 +94,7 @@ class Workspace(Generic[L]):
         self.last_buffer = 0
         self.host_words: dict[int, _BufferWords] = {}
         self._is_double_buffered = isinstance(layout, Layout)
-        self._calls = CallLog(lambda: get_timeout(heap.group_name), graph is not None)
+        self._calls = CallLog(lambda: get_timeout(heap.group_name), self.replayed)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
@@ -159,7 +163,7 @@ class Workspace(Generic[L]):
         """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
         self.last_buffer = 0
         self._calls.reset_state()
-        if self.graph is None:  # a captured graph runs what was made for it
+        if not self.replayed:  # a captured graph runs what was made for it
             self.prepared.clear()
             self.started = WeakValueDictionary()
 
@@ -167,7 +171,7 @@ class Workspace(Generic[L]):
         """Keep in ``prepared`` what a launcher has made. When there are too many, all others are dropped, and each rank
         makes them again by itself."""
         # A captured graph runs what was made for it.
-        if self.graph is None and len(self.prepared) >= _MOST_PREPARED:
+        if not self.replayed and len(self.prepared) >= _MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = made
 

@@ -59,7 +59,7 @@ from .tensor_guards import (
     matches_none,
     note_likely,
 )
-from .workspaces import AROUND_MATMULS, MATMUL
+from .workspaces import AROUND_MATMULS, MATMUL, workspaces_so_far
 
 ALIGNMENT = 16  #: bytes, of what kernels around products take
 _address = Tensor.data_ptr
@@ -316,18 +316,18 @@ def _find(
         return None
     group, heap = where
     for kind in kinds if device >= 0 else (MATMUL,):
-        workspace = heap.workspaces.get((kind + plan.this_thread.workspaces, stream, 0))
-        found: _Remembered | None = None if workspace is None else workspace.prepared.get(alike)
-        if workspace is None or found is None or found.preferred != plan.preferred_kernel():
-            continue
-        if plan.should_fuse(found.profitable):
-            how, guard = found.how, guards_of(tensors)
-            if not isinstance(how, PreparedLaunch):
-                return CachedCall(group, how.bound(workspace, found.plan, group), guard)
-            deadline = timeout(group_name, found.timeout_ns)
-            on, double = (stream, *steps_on(device, stream)), kind in AROUND_MATMULS
-            launch = launch_on_stream(workspace, how, found.plan, deadline, on, is_double_buffered=double)
-            return CachedCall(group, launch, guard, device, stream)
+        for workspace in workspaces_so_far(heap, kind, stream):
+            found: _Remembered | None = workspace.prepared.get(alike)
+            if found is None or found.preferred != plan.preferred_kernel():
+                continue
+            if plan.should_fuse(found.profitable):
+                how, guard = found.how, guards_of(tensors)
+                if not isinstance(how, PreparedLaunch):
+                    return CachedCall(group, how.bound(workspace, found.plan, group), guard)
+                deadline = timeout(group_name, found.timeout_ns)
+                on, double = (stream, *steps_on(device, stream)), kind in AROUND_MATMULS
+                launch = launch_on_stream(workspace, how, found.plan, deadline, on, is_double_buffered=double)
+                return CachedCall(group, launch, guard, device, stream)
     return None
 
 

@@ -3,23 +3,25 @@
 Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
 more: collectively, so all ranks must make their calls in the same order, as with every collective. The memory of a
 captured graph's workspaces is used again once that graph is gone on every rank. Calls of compiled graphs that vote
-have others than calls that are made directly (``plan.GraphTurn``).
+have others than calls that are made directly (``plan.GraphTurn``), and of those that Inductor records ``RecordedTurn``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ...kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
-from .plan import num_sms, this_thread
+from .plan import GraphTurn, num_sms, this_thread
 from .stream_order import stream_and_graph, stream_key
 
 L = TypeVar("L", Layout, ExchangeLayout)
@@ -34,6 +36,45 @@ ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms after them
 GROUP = "process_group"  #: of a process group's own calls, whatever stream or thread they come from
 AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT, COPIED)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
+
+
+_RECORDED = " of recorded graphs on"
+
+
+class RecordedTurn(GraphTurn):
+    """While it is there, calls of its thread are those of a compiled graph that Inductor records in CUDA graphs.
+
+    Each rank records when it likes: one runs the calls, or records them, while another replays what it has recorded.
+    So they meet in the same workspace, by their layout and the stream of the turn, and in the same buffer of it. It
+    does not grow, and lasts as long as the heap.
+    """
+
+    __slots__ = ("_turn",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        cuda, self._turn = cuda_state.state, this_thread.turn
+        device = cuda.current_device()
+        stream = stream_key(cuda.current_stream(device), device)
+        this_thread.workspaces, this_thread.turn = f"{_RECORDED} {stream}", object()
+
+    def __del__(self) -> None:
+        super().__del__()
+        this_thread.turn = self._turn
+
+
+class _RecordedWorkspace(Workspace[L]):
+    """Of a ``RecordedTurn``. Each turn takes its buffers from the first one on."""
+
+    _turn: object = None
+
+    def next_buffer(self) -> int:
+        if self._turn is not this_thread.turn:
+            self._turn, self.last_buffer = this_thread.turn, 1
+        return super().next_buffer()
+
+
+_CLASSES = Workspace, _RecordedWorkspace  # of a ``RecordedTurn``: the second one
 
 
 def least_layout(kind: str, wanted: L, device: torch.device) -> L:
@@ -56,9 +97,12 @@ def workspace_of(heap: Heap, kind: str, wanted: L) -> Workspace[L]:
     # That of the process group has one order, whoever calls.
     name = kind if kind == GROUP else kind + this_thread.workspaces
     key: tuple[str, int | tuple[int, int], int] = (name, 0, 0)
+    recorded = _RECORDED in name
     if heap.device.type == "cuda":
         stream, graph_id = stream_and_graph(heap.device)
         key = (name, 0 if kind == GROUP else stream_key(stream, heap.device.index), graph_id)
+    if recorded:
+        key = (f"{name} {least_layout(kind, wanted, heap.device)}", 0, 0)
     found = heap.workspaces.get(key)
     if found is not None and found.layout.holds(wanted):
         return found
@@ -73,11 +117,24 @@ def workspace_of(heap: Heap, kind: str, wanted: L) -> Workspace[L]:
         graph = CapturedGraph(stream) if key[-1] else None
         if isinstance(key[1], tuple):
             _drop_those_of_gone_streams(heap, *key[1])
-        made = Workspace(heap, layout, f"{name} workspace {layout}", graph=graph)
+        tag = f"{name} workspace {layout}"
+        made = _CLASSES[recorded](heap, layout, tag, graph=graph, replayed=recorded)
         if found is not None and graph is not None:
             made.prepared[OUTGROWN] = found
         heap.workspaces[key] = made
         return made
+
+
+def workspaces_so_far(heap: Heap, kind: str, stream: int) -> Iterator[Workspace[Any]]:
+    """Those in which calls of a kind may have been made that are not captured."""
+    name = kind + this_thread.workspaces
+    if _RECORDED not in name:
+        if (found := heap.workspaces.get((name, stream, 0))) is not None:
+            yield found
+        return
+    for key, found in list(heap.workspaces.items()):
+        if key[0].startswith(f"{name} "):
+            yield found
 
 
 def _drop_those_of_gone_streams(heap: Heap, handle: int, stream: int) -> None:

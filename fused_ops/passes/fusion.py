@@ -19,7 +19,6 @@ from .agreement import fallback_graph
 from .agreement.fallback import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
-from .agreement.votes.begun import count_replays
 from .cache_key import pass_key
 from .canonicalize import take_coalesced_apart, to_one_spelling, write_out
 from .graph.collectives import Collective, collectives, kind_of
@@ -122,7 +121,6 @@ class FusionPass(OnePass, CustomGraphPass):
         self._called = Called()
         self._outcomes = RunOutcomes()
         put_into_file(self.report)
-        count_replays()
 
     @property
     def options(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ....symm_mem import get_timeout, resolve_group
 from ....symm_mem.groups import native_backends
 from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import GraphTurn
+from ...dispatch.workspaces import RecordedTurn
 from ..kernels_ahead.graph_kernels import KeptCall, KernelsOnTheirWay
 from ..records.node import unpacked
 from . import outcomes
@@ -79,6 +80,7 @@ class GraphQuestion(NamedTuple):
         redraws: whether that draws random numbers that another graph draws, too, from the same seed.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         unasked: whether the graph may run without asking once all ranks know it.
+        recorded: whether Inductor records it in CUDA graphs.
         calls: those whose kernels are compiled when the graph is loaded.
     """
 
@@ -90,6 +92,7 @@ class GraphQuestion(NamedTuple):
     redraws: bool
     captured: bool
     unasked: bool
+    recorded: bool
     calls: list[KeptCall]
 
 
@@ -100,7 +103,7 @@ class GraphGuard:
         asks: GraphQuestion = unpacked(text)
         self._groups, self._signature, self._sizes = asks.groups, asks.signature, asks.sizes
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
-        self._what, self._captured = asks.what, asks.captured
+        self._what, self._captured, self._recorded = asks.what, asks.captured, asks.recorded
         self._original = (
             None if asks.original is None else FallbackRuns(self.name, asks.original, asks.redraws)
         )
@@ -139,7 +142,9 @@ class GraphGuard:
 
     def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
         """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
-        return GraphTurn() if self.fused(sizes) else None
+        if not self.fused(sizes):
+            return None
+        return RecordedTurn() if self._recorded and torch.cuda.is_initialized() else GraphTurn()
 
     def _runs_known(self, sizes: tuple[int, ...]) -> bool | None:
         """The answer where all ranks know the graph; None where this rank must ask."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
@@ -16,8 +17,10 @@ SMALL, MANY, BOTH = Layout(2, 64, 2 << 20), Layout(2, 128, 1 << 20), Layout(2, 1
 
 
 class Made:
-    def __init__(self, heap: Any, layout: Layout, tag: str, *, graph: Any = None) -> None:
-        self.layout, self.graph = layout, graph
+    def __init__(
+        self, heap: Any, layout: Layout, tag: str, *, graph: Any = None, replayed: bool = False
+    ) -> None:
+        self.layout, self.graph, self.replayed, self.last_buffer = layout, graph, replayed, 0
         self.prepared: dict[str, Any] = {}
         self.released = False
 
@@ -30,7 +33,7 @@ def made(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """On a GPU that is none."""
     stage.workspaces.clear()
     stage.where.fault = None
-    monkeypatch.setattr(workspaces, "Workspace", Made)
+    monkeypatch.setattr(workspaces, "_CLASSES", (Made, Made))
     return stage
 
 
@@ -105,3 +108,49 @@ def test_those_of_pushes_are_for_all_blocks_that_a_call_may_have(made: Stage, sm
     third: Any = workspaces.workspace_of(made.where, kind, ExchangeLayout(2, 64, BLOCKS))
     assert (second.layout, third.layout) == (ExchangeLayout(2, 512, most), ExchangeLayout(2, 512, BLOCKS))
     assert (third is second) is (most == BLOCKS)
+
+
+def test_what_inductor_records_meets_itself_run_captured_and_on_its_own_stream(made: Stage) -> None:
+    """One rank runs it, on the stream on which it is recorded, or records it, while another one replays it."""
+    direct: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
+    found: list[Any] = []
+    for stream, graph in ((7, 0), (8, 0), (8, 5), (8, 6)):
+        turn = workspaces.RecordedTurn()
+        made.gpu.now = stream
+        capture(made, graph)
+        found.append(workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL))
+        capture(made, 0)
+        made.gpu.now = 7
+        del turn
+    assert len(set(map(id, found))) == 1 and found[0] is not direct
+    assert found[0].replayed and found[0].graph is None
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is direct
+
+
+def test_what_inductor_records_has_one_of_each_size_which_stays(made: Stage) -> None:
+    turn = workspaces.RecordedTurn()
+    first: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL)
+    other: Any = workspaces.workspace_of(made.where, workspaces.MATMUL, BOTH)
+    assert other is not first and not first.released
+    assert (first.layout, other.layout) == (SMALL, BOTH)
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is first
+    so_far = [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 7)]
+    assert so_far == [first, other]
+    del turn
+    made.gpu.now = 8
+    turn = workspaces.RecordedTurn()  # of another stream
+    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) not in (first, other)
+    del turn
+    assert [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 8)] == []
+
+
+def test_each_run_of_what_inductor_records_takes_the_same_buffers(made: Stage) -> None:
+    """A replay takes those that it was captured with."""
+    workspace: Any = object.__new__(workspaces._RecordedWorkspace)
+    workspace.last_buffer, workspace._calls = 0, SimpleNamespace(takes=lambda buffer: None)
+    taken = []
+    for calls in (1, 3, 2):
+        turn = workspaces.RecordedTurn()
+        taken.append([workspace.next_buffer() for _ in range(calls)])
+        del turn
+    assert taken == [[0], [0, 1, 0], [0, 1]]

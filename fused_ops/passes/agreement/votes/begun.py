@@ -36,8 +36,6 @@ def uncounting_backend(group: ProcessGroup) -> str | None:
 
 def count_replays(graphs: type = torch.cuda.CUDAGraph) -> None:
     """From here on CUDA graphs count as they run. Those that were captured before count as the backend has them."""
-    if hasattr(graphs.capture_begin, "weft_counts"):
-        return
     capture_begin, capture_end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     @functools.wraps(capture_begin)
@@ -65,7 +63,6 @@ def count_replays(graphs: type = torch.cuda.CUDAGraph) -> None:
         if _held and (held := _held.get(graph)):
             _add(held, 1)
 
-    begin.weft_counts = True  # type: ignore[attr-defined]
     graphs.capture_begin, graphs.capture_end, graphs.replay = begin, end, replay_counted
 
 
@@ -78,3 +75,6 @@ def _counts() -> _Counts:
 def _add(held: _Counts, sign: int) -> None:
     for group, count in held.items():
         _replayed[group] = _replayed.get(group, 0) + sign * count
+
+
+count_replays()  # with the import, as a program may capture collectives before it has a graph of the pass

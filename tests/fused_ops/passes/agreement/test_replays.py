@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from opcommon import BOUND, check
 from ranks import run_ranks
-from test_pass_on_gpus import layer, layer_inputs
+from test_pass_on_gpus import layer, layer_inputs, sizes
 from test_ranks_that_differ import compiler
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement.votes.begun import begun, count_replays
@@ -47,7 +50,6 @@ def counts(rank: int, size: int) -> None:
     x = torch.ones(3)
     uncounted, graph = Graph(), Graph()
     capture(uncounted, lambda: dist.all_reduce(x))  # before anything counts
-    count_replays(Graph)
     count_replays(Graph)
     first = begun(world), begun(other)
     capture(graph, lambda: [dist.all_reduce(x), dist.all_reduce(x, group=other), dist.all_reduce(x)])
@@ -108,3 +110,55 @@ def test_ranks_that_capture_otherwise_agree() -> None:
     for fused, report in run_ranks(captured_apart, 2, device="cuda"):
         assert all(fused)
         assert report.disagreements == ()
+
+
+class Layers(nn.Module):
+    """Three graphs, with weights of their own: Inductor records one again where the memory of its weights is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, dim, hidden = sizes()
+        self.up = nn.Parameter(torch.randn(3, dim, hidden).div(dim**0.5).bfloat16())
+        self.down = nn.Parameter(torch.randn(3, hidden, dim).div(hidden**0.5).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            x = layer(x, self.up[i], self.down[i])
+            torch._dynamo.graph_break()
+        return x
+
+
+def recorded_apart(rank: int, size: int) -> tuple[list[str], Report]:
+    """Rank 1 records a graph again while rank 0 replays it."""
+    options: dict[str, Any] = {"triton.cudagraphs": True, "graph_partition": True}
+    with compiler(), torch.no_grad(), plan.forced("fused"), inductor_config.patch(options):
+        torch.manual_seed(3)
+        fusion = FusionPass(fuse="always")
+        fusion.clear()
+        model = Layers()
+        compiled = torch.compile(model, options={**options, **fusion.options}, dynamic=False)
+        algorithms = []
+        for step in range(9):
+            if step in (4, 6) and rank == 1:
+                model.up.data = model.up.data.clone()
+            x = torch.randn(sizes()[0] // size, sizes()[1]).bfloat16()
+            want = x.double()
+            for up, down in zip(model.up.double(), model.down.double(), strict=True):
+                want = layer(want, up, down)
+            plan.ran(plan.Plan("none"))
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled(x).clone()
+            algorithms.append(plan.last_plan().algorithm)
+            check("result", got, want, 9 * BOUND[torch.bfloat16])
+        torch.cuda.synchronize()
+        return algorithms, fusion.report()
+
+
+@pytest.mark.gpu
+def test_ranks_that_record_otherwise_meet_in_the_same_workspaces() -> None:
+    found = run_ranks(recorded_apart, 2, device="cuda")
+    for rank, (algorithms, report) in enumerate(found):
+        ran = [algorithm != "none" for algorithm in algorithms]  # a replay makes no call
+        assert ran == [True, True, False, False, rank == 1, False, rank == 1, False, False]
+        assert report.disagreements == ()
+        assert report.questions.fused == report.questions.count
