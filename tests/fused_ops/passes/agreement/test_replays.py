@@ -113,7 +113,7 @@ def test_ranks_that_capture_otherwise_agree() -> None:
 
 
 class Layers(nn.Module):
-    """Three graphs, with weights of their own: Inductor records one again where the memory of its weights is new."""
+    """Three graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Layers(nn.Module):
 
 
 def recorded_apart(rank: int, size: int) -> tuple[list[str], Report]:
-    """Rank 1 records a graph again while rank 0 replays it."""
+    """Rank 1 runs and records graphs while rank 0 replays them."""
     options: dict[str, Any] = {"triton.cudagraphs": True, "graph_partition": True}
     with compiler(), torch.no_grad(), plan.forced("fused"), inductor_config.patch(options):
         torch.manual_seed(3)
@@ -139,8 +139,8 @@ def recorded_apart(rank: int, size: int) -> tuple[list[str], Report]:
         compiled = torch.compile(model, options={**options, **fusion.options}, dynamic=False)
         algorithms = []
         for step in range(9):
-            if step in (4, 6) and rank == 1:
-                model.up.data = model.up.data.clone()
+            if step == 4 and rank == 1:
+                torch.compiler.reset()  # it runs once more, then records, then replays
             x = torch.randn(sizes()[0] // size, sizes()[1]).bfloat16()
             want = x.double()
             for up, down in zip(model.up.double(), model.down.double(), strict=True):
@@ -159,6 +159,6 @@ def test_ranks_that_record_otherwise_meet_in_the_same_workspaces() -> None:
     found = run_ranks(recorded_apart, 2, device="cuda")
     for rank, (algorithms, report) in enumerate(found):
         ran = [algorithm != "none" for algorithm in algorithms]  # a replay makes no call
-        assert ran == [True, True, False, False, rank == 1, False, rank == 1, False, False]
+        assert ran == [True, True, False, False, rank == 1, rank == 1, False, False, False]
         assert report.disagreements == ()
         assert report.questions.fused == report.questions.count
