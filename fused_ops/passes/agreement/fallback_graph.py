@@ -178,7 +178,7 @@ class FallbackGraph:
             original = pickled(self._graph, self._owner) if kept else None
             question = GraphQuestion(
                 *(asked, signature.digest, signature.sizes, signature.what, original, redraws),
-                *(agree == CAPTURE, unasked, inductor_config.triton.cudagraphs, [*calls]),
+                *(agree == CAPTURE, unasked, signature.recorded, [*calls]),
             )
             text = packed(question)
         first = next(n for n in graph.nodes if n.op != "placeholder")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.call_check import dims_of_element, own_dims_on
@@ -43,6 +44,7 @@ class Signature:
     Attributes:
         what: what became of each collective, in words that are the same on every rank.
         sizes: those of the ops' tensors; None where it is the next of ``symbolic``.
+        recorded: whether Inductor records the graph in CUDA graphs.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Signature:
             orders: of each op that the pass has put in.
         """
         self._index = index
+        self.recorded: bool = config.triton.cudagraphs  # such calls meet in workspaces of their own
         self.what = [self._became(e) for e in entries]
         self.sizes: list[int | str | None] = []
         self.symbolic: list[torch.SymInt] = []
@@ -97,7 +100,7 @@ class Signature:
     def _became(self, entry: Entry) -> str:
         where = f"{entry.collective} over group {self._index.get(entry.group or '', '?')}"
         became = f"fused into {entry.fused_into}, dim {entry.dim}" if entry.fused_into else "left alone"
-        return f"{where} {became}"
+        return f"{where} {became}{', in a CUDA graph' if self.recorded else ''}"
 
     def _word(self, value: Any, shapes: bool, own: tuple[int, ...] = ()) -> str:
         """``own``: dimensions in which each rank may have a size of its own, as ``Op.own_dims`` has them."""

@@ -112,6 +112,31 @@ def test_ranks_that_capture_otherwise_agree() -> None:
         assert report.disagreements == ()
 
 
+def recorded_by_one(rank: int, size: int) -> Report:
+    with (
+        compiler(),
+        torch.no_grad(),
+        plan.forced("fused"),
+        inductor_config.patch("triton.cudagraphs", rank == 1),
+    ):
+        fusion = FusionPass(fuse="always")
+        fusion.clear()
+        compiled = torch.compile(layer, options=fusion.options, dynamic=False)
+        given = layer_inputs(size)
+        check("result", compiled(*given), layer(*(t.double() for t in given)), 3 * BOUND[torch.bfloat16])
+        return fusion.report()
+
+
+def test_a_rank_that_records_alone_has_another_graph() -> None:
+    for rank, report in enumerate(run_ranks(recorded_by_one, 2)):
+        (told,) = report.disagreements
+        assert told.reason.startswith(
+            f"rank {1 - rank} runs another graph: collective 0 is all_gather_into_tensor"
+        )
+        there, here = told.reason.split(" there, ")
+        assert ("in a CUDA graph" in there, "in a CUDA graph" in here) == (rank == 0, rank == 1)
+
+
 class Layers(nn.Module):
     """Three graphs."""
 
