@@ -15,8 +15,8 @@ from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimat
 from ...kernels.device.comm.ll_exchange import in_turn
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
-from .choice import Choice, launch_exchange, prepare_kernel, remember, unfused
-from .launch_cache import PreparedKernel, launch_again, overlap
+from .choice import Choice, launch_exchange, prepare_kernel, unfused
+from .launch_cache import PreparedKernel, launch_again, overlap, remember_call
 from .plan import num_sms, sends_in_turn
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
@@ -159,7 +159,7 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
             out = x.new_empty(call.shape)
         launch_exchange(ready, call.op, where, (source,), (out,))
     used, results = ([source], [out]) if into is None else ([out, source], None)
-    remember(choice, call.op, used, results, ready, alignment=1)
+    remember_call(call.op, choice.known, used, results, ready, alignment=1)
     return out
 
 

@@ -1,6 +1,6 @@
 """One file an op: its call, what it refuses, its fake, how it runs, its gradient."""
 
-from .all_gather import ALL_GATHER, ALL_GATHER_OUT
+from .all_gather import ALL_GATHER, ALL_GATHER_OUT, GATHER
 from .all_gather_matmul import ALL_GATHER_MATMUL
 from .all_gather_scaled_matmul import ALL_GATHER_SCALED_MATMUL
 from .all_reduce import ALL_REDUCE, ALL_REDUCE_IN_PLACE
@@ -18,7 +18,6 @@ from .experts.combine_all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
 from .experts.grouped_matmul_sums import GROUPED_MATMUL_ALL_REDUCE, GROUPED_MATMUL_REDUCE_SCATTER
 from .experts.moe_combine import MOE_COMBINE
 from .experts.moe_dispatch import MOE_DISPATCH, MOE_DISPATCH_AGAIN
-from .gather import GATHER
 from .matmul_all_reduce import MATMUL_ALL_REDUCE
 from .matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from .op import Op

@@ -26,7 +26,6 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import scaled_calls, validation
 from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
-from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..scaled_calls import NO_GRADIENT, AllGatherScaledMatmulCall, ScaledGather, ScaledRows
@@ -68,13 +67,6 @@ def _validate(call: AllGatherScaledMatmulCall) -> tuple[AllGatherScaledMatmulCal
         scaled_calls.validate_bias(f"biases[{i}]", call.biases[i], B.shape[1], out_dtypes[i], A)
         scaled_calls.validate_result_scale(f"result_scales[{i}]", call.result_scales[i], A)
     return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
-
-
-def _again(call: AllGatherScaledMatmulCall) -> Result | None:
-    if (known := _known_by(call)) is None:
-        return None
-    results = launch_again(OP, *known, call.group_name)
-    return None if results is None else ((results.pop() if call.return_A else None), results)
 
 
 def _known_by(call: AllGatherScaledMatmulCall) -> Known:
@@ -233,7 +225,6 @@ ALL_GATHER_SCALED_MATMUL = Op(
     choose=host_or(_host_bytes, _choose_on_cuda),
     run=run_all_gather_scaled_matmul,
     known_by=_known_by,
-    again=_again,
     with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},

@@ -17,8 +17,8 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.all_reduces import choose_sum, prepare_all_reduce
-from ..dispatch.choice import Choice, launch_exchange, remember, unfused
-from ..dispatch.launch_cache import PreparedKernel
+from ..dispatch.choice import Choice, launch_exchange, unfused
+from ..dispatch.launch_cache import PreparedKernel, remember_call
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
@@ -71,7 +71,7 @@ def run_by_choice(
         reduce_parts(workspace, [source.view(-1)] * where.world_size, out.view(-1), reduce_op, op)
         return out
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
-    remember(choice, op, [source], None if out is x else [out], prepared, alignment=1)
+    remember_call(op, choice.known, [source], None if out is x else [out], prepared, alignment=1)
     return out
 
 

@@ -29,9 +29,8 @@ from ..dispatch.choice import (
     launch_exchange,
     launch_kernel,
     prepare_kernel,
-    remember,
 )
-from ..dispatch.launch_cache import PreparedKernel, launch_again
+from ..dispatch.launch_cache import PreparedKernel, launch_again, remember_call
 from ..dispatch.plan import num_sms, on, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -195,10 +194,10 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     a = A.flatten(0, -2)
     out = a.new_empty(a.shape[0], B.shape[1])
     torch.mm(a, B, out=out)
-    workspace, kernel, both = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
+    workspace, kernel, both, _ = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     ready = PreparedKernel(workspace, _MatmulThenSum(workspace, kernel), both)
-    remember(choice, OP, (A, B), [shaped], ready, alignment=1)
+    remember_call(OP, choice.known, (A, B), [shaped], ready, alignment=1)
     return shaped
 
 
@@ -217,7 +216,7 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
         out = a.new_empty(a.shape[0], b.shape[1])
         launch_exchange(ready, OP, where, (a, b), (out,))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    remember(choice, OP, (a, b), [shaped], ready, profitable=how.profitable)
+    remember_call(OP, choice.known, (a, b), [shaped], ready._replace(profitable=how.profitable))
     return shaped
 
 

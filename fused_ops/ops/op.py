@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,16 @@ from ..dispatch.workspaces import AROUND_MATMULS
 from .gradients import INTO, refuse_gradient
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def record_of(schema: str) -> Any:
+    """What makes calls of a schema: a NamedTuple of its arguments, in its order."""
+    given = (
+        argument.split()[-1] for argument in schema[: schema.index(") -> ")].partition("(")[2].split(", ")
+    )
+    fields = [argument.partition("=") for argument in given if argument != "*"]
+    defaults = [literal_eval(value) for _, there, value in fields if there]
+    return namedtuple("Call", [name for name, *_ in fields], defaults=defaults)  # type: ignore[misc]
 
 
 def tensors_given(call: Iterable[Any]) -> list[Tensor]:
@@ -74,7 +85,7 @@ class Op:
             does not look for it.
         kinds: of workspaces in which it does.
         again: by ``known_by``, the results of a call like one before, where these are not those that kernels write, in
-            their order; else None, and nothing happened.
+            their order, with what is gathered in front; else None, and nothing happened.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
@@ -121,13 +132,21 @@ class Op:
         """Returns the results, if such a call was made before; else None, and nothing happened."""
         if self.again is not None or self.known_by is None:
             return self.again or (lambda call: None)
-        name, known_by, kinds, one = self.name, self.known_by, self.kinds, self.schema.endswith(" -> Tensor")
+        name, known_by, kinds, returns = (
+            self.name,
+            self.known_by,
+            self.kinds,
+            self.schema.partition(" -> ")[2],
+        )
+        one, gathers = returns == "Tensor", returns == "(Tensor?, Tensor[])"
 
         def launched(call: Any) -> Any:
             if (known := known_by(call)) is None:
                 return None
             results = launch_cache.launch_again(name, *known, call.group_name, kinds)
-            return results[0] if one and results is not None else results
+            if results is None or not (one or gathers):
+                return results
+            return results[0] if one else ((results.pop() if call.return_A else None), results)
 
         return launched
 
@@ -209,7 +228,7 @@ def _checked_run(op: Op, call: Any) -> Any:
     done = op.run(choice if known is None else replace(choice, known=known), where, *found)
     if choice.algorithm == "host" and known is not None:
         arguments, tensors = known
-        again = _HostCall.of(op, choice, found[:-1], tensors)
+        again = _host_call(op, choice, found[:-1], tensors)
         key = launch_cache.key_of(op.name, arguments, tensors)
         launch_cache.remember_host_call(key, choice.workspace_on(where), again, this_thread.plan)
     return done
@@ -248,22 +267,15 @@ class _Part(NamedTuple):
         return _Part(kind, values, alone, lists)
 
 
-@dataclass(frozen=True, eq=False)
-class _HostCall:
-    """A call between CPU ranks that was made before: it is validated and chosen."""
+def _host_call(
+    op: Op, chosen: Choice, found: Sequence[Any], tensors: Sequence[Tensor]
+) -> launch_cache.HostCall:
+    """Of a call between CPU ranks that was made before: it is validated and chosen."""
+    numbers, in_place = {id(x): i for i, x in enumerate(tensors)}, op.functional is not None
+    parts = [_Part.of(value, numbers) for value in found]
 
-    op: Op
-    choice: Choice
-    parts: list[_Part]
-
-    @staticmethod
-    def of(op: Op, choice: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> _HostCall:
-        numbers = {id(x): i for i, x in enumerate(tensors)}
-        return _HostCall(op, choice, [_Part.of(value, numbers) for value in found])
-
-    def bound(self, workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
-        choice, parts, op = replace(self.choice, found=(workspace, ran)), self.parts, self.op
-        heap, fault, in_place = workspace.heap, workspace.fault, op.functional is not None
+    def bound(workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
+        choice, heap, fault = replace(chosen, found=(workspace, ran)), workspace.heap, workspace.fault
 
         @poison_on_error
         def call(name: str, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -288,6 +300,8 @@ class _HostCall:
 
         return call
 
+    return bound
+
 
 def _listed(done: Any) -> list[Tensor]:
     """An op's results in the order in which kernels write them."""
@@ -307,8 +321,7 @@ def writing_out(
         shape: that of the result, of a call that is validated.
     """
     arguments = op.schema.partition("(")[2].rpartition(" -> ")[0]
-    fields, defaults = op.record._fields, op.record._field_defaults.values()  # type: ignore[attr-defined]
-    record = namedtuple("OutCall", ("out", *fields), defaults=defaults)  # type: ignore[misc]
+    schema = f"{op.name}_out(Tensor(a!) out, {arguments} -> ()"
 
     def without_out(call: Any) -> Any:
         return op.record(*call[1:])
@@ -328,8 +341,8 @@ def writing_out(
 
     return replace(
         op,
-        schema=f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
-        record=record,
+        schema=schema,
+        record=record_of(schema),
         validate=validate,
         fake=lambda *_: None,
         sends_nothing=lambda call, out, group: op.sends_nothing(call, group),

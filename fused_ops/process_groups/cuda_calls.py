@@ -203,7 +203,7 @@ class DeviceLines:
             if isinstance(prepared, str):
                 ran(Plan("unfused", prepared))
                 return prepared
-            workspace, kernel, ran_by = prepared
+            workspace, kernel, ran_by, _ = prepared
             line = self._line_of(index, graph)
             if external:
                 line.wait(stream)
