@@ -20,8 +20,7 @@ from ..dispatch.launch_cache import remember_call
 from ..dispatch.plan import Plan
 from ..dispatch.staging import aligned
 from ..dispatch.stream_order import in_stream_order
-from .call import AsyncCall
-from .started import Started, free_buffer, hold_started
+from .call import AsyncCall, Started, free_buffer, hold_started
 
 
 class CallsOnStream:

@@ -21,9 +21,8 @@ from ...symm_mem.heap.heap import Heap
 from ..dispatch.choice import Choice, unfused
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import heap_or_reason, ran, why_runs_unfused
-from .call import KINDS, AsyncCall
+from .call import KINDS, AsyncCall, Started, free_buffer, hold_started
 from .on_cuda import choose_async, start_on_cuda
-from .started import Started, free_buffer, hold_started
 
 KERNEL = "async_collectives"
 _c10d = torch.ops._c10d_functional

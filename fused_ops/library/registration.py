@@ -20,8 +20,7 @@ from ..ops.experts.local import LOCAL_OPS
 from ..ops.gradients import AUTOCAST
 from ..ops.op import tensors_given
 from . import group_checks, schema
-from .implement import implement
-from .unsupported import refuse_derivative_in_transform, refuse_unsupported
+from .implement import implement, refuse_derivative_in_transform, refuse_unsupported
 
 _log = logging.getLogger("weft.ops")
 _said: set[str] = set()  # ops that have met autocast with what it would cast
@@ -120,6 +119,6 @@ for _op in OPS:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
 # Which send nothing.
 for _name, _gradient in LOCAL_OPS.items():
-    refuse_unsupported(schema.lib, _name)
+    refuse_unsupported(_name)
     if _gradient is not None:
         schema.lib.impl(_name, _local_autograd(_name, _gradient), "Autograd")

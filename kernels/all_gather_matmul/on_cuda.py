@@ -80,7 +80,9 @@ def fused_gather(workspace: Workspace[Any], call: configs.GatherKernelCall, conf
         return AllGatherProductsCopied(workspace, call, [bias is not None for bias in biases])
     if scales is not None:
         return AllGatherScaledMatmulPush(workspace, call, scales, config)
-    return cuda_kernel.AllGatherMatmulPushes(workspace, call, config)
+    several = len(call.bs) > configs.MOST_BS
+    push = cuda_kernel.AllGatherMatmulPushes if several else cuda_kernel.AllGatherMatmulPush
+    return push(workspace, call, config)
 
 
 def gather_programs(

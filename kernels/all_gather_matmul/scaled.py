@@ -17,7 +17,7 @@ from ..device.jit.program import Defines, fields
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
+from .cuda_kernel import AllGatherMatmulPush, _Params
 
 
 class _ScaledParams(_Params):
@@ -65,7 +65,6 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
             for i, b in enumerate(scales.bs):
                 if scaled.kind is ScaleKind.BLOCKS:
                     p.of_b[i].b_block, p.of_b[i].b_column = b.stride()
-        self._step = EpochStep(True, True, slice(1, self._count + 1), slice(0, self._count))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -74,7 +73,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
 
         Args:
             operands: addresses of the local shard, of the Bs, and of the scales' tensors.
-            results: as for ``AllGatherMatmulPushes``.
+            results: as for ``AllGatherMatmulPush``.
         """
         a_scale, *rest = operands[self._count + 1 :]
         with self.workspace.lock:
@@ -85,7 +84,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
             for i, has_bias in enumerate(self._has_bias):
                 p.of_b[i].b = rest[i]
                 p.of_b[i].bias = next(biases) if has_bias else 0
-            self.launch_step(buffer, operands[: self._count + 1], results, self._step, timeout_ns, stream)
+            super().launch(buffer, operands, results, timeout_ns, stream)
 
 
 class _OneShotParams(one_shot_kernel._Params):

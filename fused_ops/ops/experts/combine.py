@@ -187,7 +187,7 @@ class CombineFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_second_gradient(ctx.op)
         whole = ctx.reduction.gradient(grad)
-        return None, None, *Combined(*ctx.saved_tensors, shared=None).gradients(whole, ctx.needs_input_grad[2:])
+        return None, None, *Combined(*ctx.saved_tensors).gradients(whole, ctx.needs_input_grad[2:])
 
 
 def _validate(call: Any) -> tuple[Any, ProcessGroup]:

@@ -78,7 +78,7 @@ class CombineRmsNormFunction(torch.autograd.Function):
         if any(wanted):
             name, size = ctx.group
             whole = torch.ops.weft.one_shot_all_reduce(total, "sum", name, group_size=size)
-            found = Combined(*combined, shared=None).gradients(whole, wanted)
+            found = Combined(*combined).gradients(whole, wanted)
         return None, *found, total if of_residual else None, grad_weight
 
 

@@ -37,10 +37,6 @@ class MoeCombineCall(NamedTuple):
     group_name: str
     group_size: int | None = None
 
-    def combined(self, weights: Tensor) -> Combined:
-        """``weights``: of all ranks' tokens."""
-        return Combined(self.y, self.slots, weights, None)
-
 
 def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGroup]:
     group, (y, slots, choices, _, weights) = validate_places(call), call[:5]
@@ -72,7 +68,7 @@ def _run_combine(
             weights = torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
         else:
             weights = gather_within(call.weights, group, BACK)
-        combined = call.combined(weights)
+        combined = Combined(call.y, slots, weights)
         if where is not None and choice.algorithm == "host":
             return host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
         if where is not None and choice.algorithm == "push":
