@@ -1,4 +1,6 @@
-"""One file an op: its call, what it refuses, its fake, how it runs, its gradient."""
+"""One file an op: its call, what it refuses, its fake, how it runs, its gradient. All that are imported here are ops of
+``torch.ops.weft``."""
+# ruff: noqa: F401
 
 from .all_gather import ALL_GATHER, ALL_GATHER_OUT, GATHER
 from .all_gather_matmul import ALL_GATHER_MATMUL
@@ -10,8 +12,7 @@ from .exchanges.all_to_all import ALL_TO_ALL
 from .exchanges.all_to_all_matmul import ALL_TO_ALL_MATMUL
 from .exchanges.matmul_all_gather import MATMUL_ALL_GATHER
 from .exchanges.matmul_all_to_all import MATMUL_ALL_TO_ALL
-from .experts import grouped_matmul as grouped_matmul  # torch.ops.weft has it
-from .experts import moe_route as moe_route  # likewise
+from .experts import grouped_matmul, moe_route  # which communicate nothing
 from .experts.all_gather_grouped_matmul import ALL_GATHER_GROUPED_MATMUL
 from .experts.combine import MOE_COMBINE_ALL_REDUCE, MOE_COMBINE_REDUCE_SCATTER
 from .experts.combine_all_reduce_rms_norm import MOE_COMBINE_ALL_REDUCE_RMS_NORM
@@ -29,37 +30,5 @@ from .vocabulary.linear_cross_entropy import (
     LINEAR_LOG_PROBS,
 )
 
-OPS: tuple[Op, ...] = (
-    ALL_GATHER_MATMUL,
-    ALL_GATHER_GROUPED_MATMUL,
-    MATMUL_REDUCE_SCATTER,
-    ALL_GATHER_SCALED_MATMUL,
-    SCALED_MATMUL_REDUCE_SCATTER,
-    ALL_REDUCE,
-    ALL_REDUCE_IN_PLACE,
-    ALL_GATHER,
-    ALL_GATHER_OUT,
-    GATHER,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_OUT,
-    ALL_TO_ALL,
-    ALL_TO_ALL_MATMUL,
-    MATMUL_ALL_TO_ALL,
-    MATMUL_ALL_GATHER,
-    ALL_REDUCE_RMS_NORM,
-    ALL_REDUCE_RMS_NORM_QUANT,
-    ALL_REDUCE_LAYER_NORM,
-    MATMUL_ALL_REDUCE,
-    MOE_COMBINE_ALL_REDUCE,
-    MOE_COMBINE_ALL_REDUCE_RMS_NORM,
-    MOE_COMBINE_REDUCE_SCATTER,
-    MOE_DISPATCH,
-    MOE_DISPATCH_AGAIN,
-    MOE_COMBINE,
-    GROUPED_MATMUL_ALL_REDUCE,
-    GROUPED_MATMUL_REDUCE_SCATTER,
-    LINEAR_CROSS_ENTROPY,
-    LINEAR_LOG_PROBS,
-    CROSS_ENTROPY_OF_SHARDED_LOGITS,
-)
+OPS: tuple[Op, ...] = tuple(found for found in list(globals().values()) if isinstance(found, Op))
 OP_OF = {op.name: op for op in OPS}

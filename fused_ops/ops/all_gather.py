@@ -127,11 +127,8 @@ def run_all_gather(
     out: Tensor | None = None,
     op: str = OP,
 ) -> Tensor:
-    """As the op, or as a part of a call of ``op``; the call is what validation returns.
-
-    Args:
-        out: what the result is written to, and then returned; of its shape, with any strides.
-    """
+    """As the op, or as a part of a call of ``op``; the call is what validation returns. ``out``: what the result is
+    written to, and then returned; of its shape, with any strides."""
     op = op if out is None else INTO
     if choice.is_unfused:
         ran(choice.plan_in(None))

@@ -70,9 +70,7 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is gathered and multiplied")
 
 
-def run_all_gather_matmul(
-    choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup
-) -> Result:
+def _run(choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -184,7 +182,7 @@ ALL_GATHER_MATMUL = Op(
     fake=_fake,
     kernel="all_gather_matmul",
     choose=host_or(lambda call, group: call.A_shard.nbytes, _choose_on_cuda),
-    run=run_all_gather_matmul,
+    run=_run,
     known_by=lambda call: ((call.gather_dim, call.return_A), (call.A_shard, *call.Bs)),
     with_gradient=_with_gradient,
     flops=gathered_matmul_flops,

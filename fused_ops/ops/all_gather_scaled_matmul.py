@@ -94,7 +94,7 @@ def _host_bytes(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Proces
     return max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
 
 
-def run_all_gather_scaled_matmul(
+def _run(
     choice: Choice, where: Heap, call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
 ) -> Result:
     """As the op; call and rows are what validation returns."""
@@ -223,7 +223,7 @@ ALL_GATHER_SCALED_MATMUL = Op(
     fake=_fake,
     kernel="all_gather_scaled_matmul",
     choose=host_or(_host_bytes, _choose_on_cuda),
-    run=run_all_gather_scaled_matmul,
+    run=_run,
     known_by=_known_by,
     with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
     flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),

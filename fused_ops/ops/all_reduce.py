@@ -95,11 +95,8 @@ def sum_without_kernel(
 def all_reduce_on_cuda(
     choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str
 ) -> PreparedKernel:
-    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous.
-
-    Args:
-        op: whose call it is, for errors.
-    """
+    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous. ``op``: whose call it
+    is, for errors."""
     x, out = tensors
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)

@@ -105,7 +105,7 @@ def _again(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
     return None if results is None else _quant_result(results)
 
 
-def run_all_reduce_rms_norm_quant(
+def _run(
     choice: Choice, where: Heap | None, call: AllReduceRmsNormQuantCall, group: ProcessGroup
 ) -> QuantResult:
     """As the op, of what ``_validate`` returns."""
@@ -133,7 +133,7 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     fake=_fake,
     kernel="all_reduce_rms_norm_quant",
     choose=choose_norm,
-    run=run_all_reduce_rms_norm_quant,
+    run=_run,
     known_by=quant_known_by,
     again=_again,
     with_gradient=lambda call: refuse_gradient(

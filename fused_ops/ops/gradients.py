@@ -101,10 +101,6 @@ def product_beside(choice: Choice, A: Tensor, B: Tensor) -> Tensor:
     return matmul_without_autocast(A, B)
 
 
-def flat_rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2)
-
-
 def is_transposed_matrix(B: Tensor) -> bool:
     """Of what an op has taken for a matrix: it refuses other shapes."""
     return B.stride(0) == 1 and B.stride(1) == B.shape[0]
@@ -115,7 +111,7 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
     A, grad: [..., K] and [..., N], of all rows.
     """
-    x, g = flat_rows(A), flat_rows(grad)
+    x, g = A.flatten(0, -2), grad.flatten(0, -2)
     return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
 
 

@@ -165,9 +165,7 @@ def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None
     return None if choice.is_unfused else choice
 
 
-def run_matmul_all_reduce(
-    choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -244,7 +242,7 @@ MATMUL_ALL_REDUCE: Op = Op(
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
     choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),
-    run=run_matmul_all_reduce,
+    run=_run,
     known_by=lambda call: (call.reduce_op, (call.A, call.B)),
     again=lambda call: fast_matmul_all_reduce(*call[:4]),
     with_gradient=lambda call: gradients.ProductFunction.apply(

@@ -113,9 +113,7 @@ def _known_by(call: MatmulReduceScatterCall) -> Known:
     return how, (call.A, call.B, *(more or ()), *terms)
 
 
-def run_matmul_reduce_scatter(
-    choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -225,7 +223,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         size = resolve_group(ctx.group_name).size()
         grad_bias = None
         if needs_bias:
-            grad_bias = gradients.flat_rows(grad).sum(0, dtype=torch.float32)
+            grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32)
             # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
             if not ctx.has_own_bias:
                 grad_bias = gradients.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
@@ -268,7 +266,7 @@ MATMUL_REDUCE_SCATTER = Op(
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
-    run=run_matmul_reduce_scatter,
+    run=_run,
     known_by=_known_by,
     with_gradient=lambda call: MatmulReduceScatterFunction.apply(
         call, call.bias, call.residual, *call.factors

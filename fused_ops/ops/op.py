@@ -69,13 +69,13 @@ class Op:
 
     Attributes:
         schema: as torch.library has it; the record's fields are its arguments.
-        record: makes a call: a NamedTuple of its arguments in the schema's order, with a ``group_name`` and a
-            ``group_size``. (A tuple takes a fourth of a dataclass's time.)
         validate: the call with what follows from it, what else follows from it, and the group. A ValueError or
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
         kernel: of an op of ``capability.KERNELS``.
+        record: makes a call: a NamedTuple of its arguments in the schema's order, with a ``group_name`` and a
+            ``group_size``. (A tuple takes a fourth of a dataclass's time.) By default one that is made of the schema.
         sends_nothing: whether, by the same, the ranks have nothing to send each other; by default where the first
             tensor has no element.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
@@ -99,13 +99,13 @@ class Op:
     """
 
     schema: str
-    record: Callable[..., Any]
     validate: Callable[[Any], tuple[Any, ...]]
     fake: Callable[..., Any]
     kernel: str
     choose: Callable[..., Choice]
     run: Callable[..., Any]
     with_gradient: Callable[[Any], Any]
+    record: Any = None
     sends_nothing: Callable[..., bool] = lambda call, *_: call[0].numel() == 0
     known_by: Callable[[Any], Known] | None = None
     kinds: tuple[str, ...] = AROUND_MATMULS
@@ -117,6 +117,10 @@ class Op:
     own_by_counts: Mapping[str, str] = field(default_factory=dict)
     own_values: tuple[str, ...] = ()
     prepares: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.record is None:
+            object.__setattr__(self, "record", record_of(self.schema))
 
     @cached_property
     def name(self) -> str:
@@ -267,15 +271,13 @@ class _Part(NamedTuple):
         return _Part(kind, values, alone, lists)
 
 
-def _host_call(
-    op: Op, chosen: Choice, found: Sequence[Any], tensors: Sequence[Tensor]
-) -> launch_cache.HostCall:
+def _host_call(op: Op, how: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> launch_cache.HostCall:
     """Of a call between CPU ranks that was made before: it is validated and chosen."""
     numbers, in_place = {id(x): i for i, x in enumerate(tensors)}, op.functional is not None
     parts = [_Part.of(value, numbers) for value in found]
 
     def bound(workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
-        choice, heap, fault = replace(chosen, found=(workspace, ran)), workspace.heap, workspace.fault
+        choice, heap, fault = replace(how, found=(workspace, ran)), workspace.heap, workspace.fault
 
         @poison_on_error
         def call(name: str, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -321,7 +323,6 @@ def writing_out(
         shape: that of the result, of a call that is validated.
     """
     arguments = op.schema.partition("(")[2].rpartition(" -> ")[0]
-    schema = f"{op.name}_out(Tensor(a!) out, {arguments} -> ()"
 
     def without_out(call: Any) -> Any:
         return op.record(*call[1:])
@@ -341,8 +342,8 @@ def writing_out(
 
     return replace(
         op,
-        schema=schema,
-        record=record_of(schema),
+        schema=f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
+        record=None,
         validate=validate,
         fake=lambda *_: None,
         sends_nothing=lambda call, out, group: op.sends_nothing(call, group),

@@ -199,7 +199,7 @@ class DeviceLines:
         with in_stream_order(x.device):
             stream, graph = stream_and_graph(x.device)
             external = is_external(stream, index)
-            prepared = _prepared(heap, call, x, out, group)
+            prepared = _kernel_of(heap, call, x, out, group)
             if isinstance(prepared, str):
                 ran(Plan("unfused", prepared))
                 return prepared
@@ -253,7 +253,7 @@ def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
     return name != ALL_TO_ALL and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-def _prepared(
+def _kernel_of(
     heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup
 ) -> PreparedKernel | str:
     """The kernel of such calls, made by all ranks together; or why there is none."""

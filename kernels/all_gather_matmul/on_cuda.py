@@ -24,25 +24,10 @@ from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
 
-_choices: KernelChoices[configs.AnyConfig] = KernelChoices()
-
 
 def takes_rows(flat: torch.Tensor) -> bool:
     """Whether a shard [m, K] need not be copied: its rows are such as kernel.cu takes them, or it is contiguous."""
     return flat.is_contiguous() or (flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat))
-
-
-def choose_gather_kernel(
-    call: configs.GatherKernelCall, world_size: int
-) -> KernelChoice[configs.AnyConfig] | str:
-    """How to run a call, or why no kernel can.
-
-    The same on all ranks whose tensors have the same sizes, strides and dtypes.
-    """
-    problem = call.problem(world_size)
-    strides = ((b.shape, b.stride()) for b in call.bs)
-    key = (problem, call.preferred, call.a.stride(), call.a.dtype, *strides)
-    return _choices.get(key, _choose, call, problem)
 
 
 def _choose(
@@ -66,6 +51,13 @@ def _choose(
     layout, profitable = configs.gather_layout(problem, config), configs.gather_is_profitable(problem)
     predicted_us = us if a.dtype in gemm.DTYPES else None
     return KernelChoice(algorithm_of(config), config, layout, profitable, predicted_us)
+
+
+def _kind(call: configs.GatherKernelCall) -> tuple[Any, ...]:
+    return (call.preferred, call.a.stride(), call.a.dtype, *((b.shape, b.stride()) for b in call.bs))
+
+
+choose_gather_kernel = KernelChoices(_choose, _kind)
 
 
 def fused_gather(workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.AnyConfig) -> Any:

@@ -31,14 +31,7 @@ class _ScaledParams(_Params):
 
 
 class AllGatherScaledMatmulPush(AllGatherMatmulPush):
-    """This op on one problem and one workspace: prepared once, launched often.
-
-    Args:
-        workspace: as for ``AllGatherMatmulPush``.
-        call: an example, with up to MOST_BS Bs.
-        scales: examples, too.
-        config: the same on every rank.
-    """
+    """The same of fp8 operands: an example of a call with up to MOST_BS Bs, and of scales."""
 
     params = _ScaledParams
 
@@ -99,13 +92,7 @@ _SCALES = _OneShotParams.scales.offset
 
 
 class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
-    """This op as one exchange of rows and scales, and torch's scaled product after it.
-
-    Args:
-        workspace: with room for ``config.layout``, the same call site on every rank.
-        example, scales: a call of the sizes and strides that every call has.
-        config: of ``configs.choose_one_shot_gather``, the same on every rank.
-    """
+    """This op as one exchange of rows and scales, and torch's scaled product after it; ``scales``: of the example."""
 
     op = OP
     params = _OneShotParams

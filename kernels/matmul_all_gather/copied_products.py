@@ -30,15 +30,7 @@ VECTOR = torch.complex128  #: 16 bytes, as any
 
 
 class MatmulAllGatherCopied(CopiedCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``copied_pieces_layout``, whose buffers copy engines write.
-        example: a call of the sizes and strides that every call has.
-
-    Raises:
-        ValueError: the workspace is too small.
-    """
+    """This op. ``example``: a call of the sizes and strides that every call has."""
 
     def __init__(self, workspace: Workspace[Layout], example: MatmulAllGatherKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a

@@ -161,14 +161,8 @@ class _ScaledParams(_Params):
 
 
 class ScaledMatmulReduceScatterPush(MatmulReduceScatterPush):
-    """This op of fp8 operands on one problem and one workspace: prepared once, launched often.
-
-    Args:
-        workspace: as for ``MatmulReduceScatterPush``.
-        call: an example, of one product, without terms.
-        strides: of B's block-wise scales [K / 128, N / 128].
-        config: the same on every rank.
-    """
+    """The same of fp8 operands: an example of one product, without terms. ``strides``: of B's block-wise scales
+    [K / 128, N / 128]."""
 
     params = _ScaledParams
 

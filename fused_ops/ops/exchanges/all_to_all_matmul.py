@@ -87,9 +87,7 @@ def _choose_kernel(call: AllToAllMatmulCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is sent and multiplied")
 
 
-def run_all_to_all_matmul(
-    choice: Choice, where: Heap, call: AllToAllMatmulCall, group: ProcessGroup
-) -> Result:
+def _run(choice: Choice, where: Heap, call: AllToAllMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
         return _on_cuda(choice, where, call)
@@ -158,7 +156,7 @@ ALL_TO_ALL_MATMUL = Op(
     fake=_fake,
     kernel="all_to_all",
     choose=_choose,
-    run=run_all_to_all_matmul,
+    run=_run,
     known_by=_known_by,
     again=_again,
     with_gradient=_with_gradient,

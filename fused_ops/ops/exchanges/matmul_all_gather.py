@@ -69,9 +69,7 @@ def _gathered(call: MatmulAllGatherCall, product: Tensor, size: int) -> StandAlo
     return StandAlone(OP, OP, [product], call.shape(size), call.shape(), gather_dim=call.A.dim() - 1)
 
 
-def run_matmul_all_gather(
-    choice: Choice, where: Heap, call: MatmulAllGatherCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllGatherCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "copy_engine":
         shape = call.shape(where.world_size)
@@ -96,7 +94,7 @@ MATMUL_ALL_GATHER: Op = Op(
     kernel="matmul_all_gather",
     sends_nothing=lambda call, group: 0 in call.shape(),
     choose=_choose,
-    run=run_matmul_all_gather,
+    run=_run,
     known_by=lambda call: (None, (call.A, call.B)),
     with_gradient=lambda call: gradients.ProductFunction.apply(
         MATMUL_ALL_GATHER, _gradients, call, *call[:2]

@@ -82,9 +82,7 @@ def _choose_kernel(call: MatmulAllToAllCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, "too little is multiplied and sent")
 
 
-def run_matmul_all_to_all(
-    choice: Choice, where: Heap, call: MatmulAllToAllCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
         shape, dim = call.result_shape(where.world_size), call.gather_dim
@@ -113,7 +111,7 @@ MATMUL_ALL_TO_ALL: Op = Op(
     kernel="all_to_all",
     sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
     choose=_choose,
-    run=run_matmul_all_to_all,
+    run=_run,
     known_by=lambda call: (call.gather_dim, (call.A, call.B)),
     with_gradient=lambda call: gradients.ProductFunction.apply(
         MATMUL_ALL_TO_ALL, _gradients, call, *call[:2]

@@ -24,7 +24,7 @@ from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import all_reduce, reduce_scatter
 from ..gradients import refuse_second_gradient
-from ..op import Op, record_of
+from ..op import Op
 
 _ops = torch.ops.weft
 
@@ -205,7 +205,6 @@ def _known_by(call: Any) -> Known:
 def _op(schema: str, kernel: str) -> Op:
     op = Op(
         schema,
-        record=record_of(schema),
         validate=_validate,
         fake=lambda call, group: call.y.new_empty(
             how_reduced(call).result_shape(combined_of(call), group.size())

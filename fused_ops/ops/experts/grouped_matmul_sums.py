@@ -18,7 +18,7 @@ from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice
 from ..gradients import refuse_second_gradient
-from ..op import Op, on_device, record_of
+from ..op import Op, on_device
 from .combine import choose_combined, how_reduced, reduce_combined, validate_combined
 from .grouped_matmul import multiply, validate_grouped
 
@@ -136,10 +136,8 @@ _TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? gr
 
 
 def _op(name: str, group: str, kernel: str) -> Op:
-    schema = f"{name}({_OPERANDS}, {group}, *, {_TERMS}) -> Tensor"
     op = Op(
-        schema,
-        record=record_of(schema),
+        f"{name}({_OPERANDS}, {group}, *, {_TERMS}) -> Tensor",
         validate=_validate,
         fake=lambda call, group: call.A.new_empty(
             how_reduced(call).result_shape(_combined(call), group.size())

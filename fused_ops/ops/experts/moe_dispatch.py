@@ -70,15 +70,6 @@ class MoeDispatchCall(NamedTuple):
         return [(each,), (world_size * tokens, k), (self.rows(world_size),), (world_size * tokens,)]
 
 
-class MoeDispatchAgainCall(NamedTuple):
-    x: Tensor
-    slots: Tensor
-    choices: Tensor
-    ranks: Tensor
-    group_name: str
-    group_size: int | None = None
-
-
 def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessGroup]:
     group, x, ids = resolve_group(call.group_name), call.x, call.topk_ids
     size = group.size()
@@ -125,7 +116,7 @@ def validate_places(call: Any) -> ProcessGroup:
     return group
 
 
-def _validate_again(call: MoeDispatchAgainCall) -> tuple[MoeDispatchAgainCall, ProcessGroup]:
+def _validate_again(call: Any) -> tuple[Any, ProcessGroup]:
     group = validate_places(call)
     if call.x.shape[0] * group.size() != call.slots.shape[0]:
         raise ValueError(
@@ -176,16 +167,14 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
         note = overflow_note(call.x.device, name)
         return route.DispatchLauncher(moe.make(place), place, sizes, ids.dtype, note)
 
-    def programs() -> list[Any]:
-        return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, ids.dtype)]
-
+    program = of.world_size, of.rank, ids.dtype
     slots = up(slots_for(-(-ids.numel() // 4), ROUTE_BLOCKS), 2 * WARP)
     return replace(
         choice,
         layout=choice.layout.joined(
             ExchangeLayout(of.world_size, slots, choice.layout.blocks + ROUTE_BLOCKS)
         ),
-        programs=programs,
+        programs=lambda: [*choice.programs(), route.dispatch_route_program(*program)],
         how=KernelOf((moe.key, sizes, ids.dtype), make),
     )
 
@@ -198,7 +187,7 @@ def _is_routed(call: MoeDispatchCall, group: ProcessGroup) -> bool:
     return fits and has_route_kernel(call.topk_ids)
 
 
-def _choose_again(call: MoeDispatchAgainCall, group: ProcessGroup) -> Choice:
+def _choose_again(call: Any, group: ProcessGroup) -> Choice:
     (tokens, hidden), rows = call.x.shape, call.choices.shape[0]
     return choose_rows(
         call.x, MoeProblem("dispatch", tokens, hidden, rows, call.slots.shape[1], call.x.dtype), group
@@ -223,14 +212,14 @@ def _run_dispatch(
         offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
         refuse_overflow(needed, capacity, call.group_name)
         places = slots, choices, ranks
-        again = MoeDispatchAgainCall(call.x, *places, call.group_name)
+        again = MOE_DISPATCH_AGAIN.record(call.x, *places, call.group_name)
         return _run_again(choice, where, again, group, offs if call.align > 1 else None), offs, *places
 
 
 def _run_again(
     choice: Choice,
     where: Heap | None,
-    call: MoeDispatchAgainCall,
+    call: Any,
     group: ProcessGroup,
     offs: Tensor | None = None,
 ) -> Tensor:
@@ -298,7 +287,6 @@ MOE_DISPATCH = Op(
 )
 MOE_DISPATCH_AGAIN = Op(
     f"moe_dispatch_again(Tensor x, {KNOWN}, str group_name, *, int? group_size=None) -> Tensor",
-    record=MoeDispatchAgainCall,
     validate=_validate_again,
     fake=lambda call, group: call.x.new_empty(call.choices.shape[0], call.x.shape[1]),
     kernel="moe_dispatch",
