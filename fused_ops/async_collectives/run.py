@@ -45,7 +45,9 @@ def run_start(call: AsyncCall, group: ProcessGroup) -> Tensor:
         started = _unfused(call, group)
     else:
         started = (_on_cpu if choice.algorithm == "host" else start_on_cuda)(choice, where, call)
-    return _token(x, started)
+    token = x.new_empty(0)
+    hold_started(token, started)
+    return token
 
 
 def choice_of_start(call: AsyncCall, group: ProcessGroup) -> tuple[Choice, torch.device]:
@@ -70,12 +72,6 @@ def run_wait(token: Tensor, call: AsyncCall) -> Tensor:
 def run_release(token: Tensor, gathered: Tensor) -> None:
     """What ``all_gather_wait`` has returned is not read any more."""
     _started(token, "all_gather").release(gathered)
-
-
-def _token(x: Tensor, started: Started) -> Tensor:
-    token = x.new_empty(0)
-    hold_started(token, started)
-    return token
 
 
 def _started(token: Tensor, kind: str) -> Started:

@@ -65,18 +65,9 @@ ALIGNMENT = 16  #: bytes, of what kernels around products take
 _address = Tensor.data_ptr
 
 
-class Launcher(Protocol):
-    """What a kernel keeps for more calls of one kind. One that pushes has ``grids``: the blocks of each launch."""
-
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """A whole epoch of ``buffer``, with the addresses of all operands and of all results."""
-
-
 @runtime_checkable
 class Caller(Protocol):
-    """The same where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
+    """A launcher where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
     what peers wait for (``Workspace.raise_if_broken``)."""
 
     def call(
@@ -90,7 +81,7 @@ class PreparedKernel(NamedTuple):
     not ask for it."""
 
     workspace: Workspace[Any]
-    kernel: Any  # a Launcher with ``grids``, or a Caller
+    kernel: Any  # a launcher with ``grids``, or a Caller
     plan: plan.Plan
     profitable: bool = True
 
@@ -100,7 +91,9 @@ class PreparedLaunch:
     """How a call on CUDA is launched.
 
     Attributes:
-        launcher: a Launcher, or if it ``calls`` a Caller.
+        launcher: what a kernel keeps for more calls of one kind, or if it ``calls`` a Caller. Its ``launch`` is a whole
+            epoch of a buffer, with the addresses of all operands and results. One that pushes has ``grids``: the blocks
+            of each launch.
         results: sizes, strides and dtypes of what is written; none if the result is a given tensor.
         overwrites: that is the first tensor, and the last one is what is read; they may be one.
         alignment: bytes, of all addresses.
@@ -223,7 +216,7 @@ class _Remembered(NamedTuple):
     """What a workspace keeps of a call. ``preferred``: the kernel that ``forced`` asked for."""
 
     how: PreparedLaunch | HostCall
-    launcher: Launcher | Caller | None  # of a call on CUDA
+    launcher: Any  # of a call on CUDA
     plan: plan.Plan
     profitable: bool
     preferred: str | None

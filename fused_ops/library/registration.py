@@ -17,7 +17,7 @@ from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
 from ..ops.experts.local import LOCAL_OPS
-from ..ops.gradients import AUTOCAST
+from ..ops.gradients import AUTOCAST, refuse_gradient
 from ..ops.op import tensors_given
 from . import group_checks, schema
 from .implement import implement, refuse_derivative_in_transform, refuse_unsupported
@@ -86,6 +86,8 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
 
     def call_with_autograd(call: Any) -> Any:
         if _wants_grad(op.name, tensors_given(call)):
+            if isinstance(op.with_gradient, str):
+                refuse_gradient(op.validate, call, op.with_gradient)
             return op.with_gradient(call)
         if op.functional is not None and any(t.is_neg() for t in tensors_given(call)):
             # What resolves that below has no way with ops that return nothing.

@@ -194,9 +194,6 @@ ALL_GATHER_OUT = writing_out(
     ALL_GATHER, lambda call, group: call.whole_shape(group.size()), {"x": "gather_dim"}
 )
 
-#: Why a call has no gradient.
-WITHOUT_ROOT = ": the other ranks have no result of which they could ask for it; pass x.detach()"
-
 
 class GatherCall(NamedTuple):
     x: Tensor
@@ -264,5 +261,5 @@ GATHER = replace(
     choose=_choose_to_root,
     run=run_gather,
     known_by=lambda call: known_with_counts(call, (call.gather_dim, call.root)),
-    with_gradient=lambda call: gradients.refuse_gradient(_validate_to_root, call, WITHOUT_ROOT),
+    with_gradient=": the other ranks have no result of which they could ask for it; pass x.detach()",
 )

@@ -29,7 +29,7 @@ from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kern
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..scaled_calls import NO_GRADIENT, AllGatherScaledMatmulCall, ScaledGather, ScaledRows
-from . import all_gather_matmul, gradients
+from . import all_gather_matmul
 from .all_gather import AllGatherCall, run_all_gather
 from .op import Op
 
@@ -58,9 +58,7 @@ def _validate(call: AllGatherScaledMatmulCall) -> tuple[AllGatherScaledMatmulCal
         raise ValueError(
             f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"
         )
-    out_dtypes = [
-        scaled_calls.output_dtype(f"out_dtypes[{i}]", value) for i, value in enumerate(call.out_dtypes)
-    ]
+    out_dtypes = [scaled_calls.output_dtype(f"out_dtypes[{i}]", x) for i, x in enumerate(call.out_dtypes)]
     for i, (B, scale) in enumerate(zip(call.Bs, call.B_scales, strict=True)):
         scaled_calls.validate_scale(f"B_scales[{i}]", scale, A, "A_shard")
         scaled_calls.validate_scale_of_B(f"B_scales[{i}]", scale, rows, call.A_scale, B)
@@ -225,7 +223,7 @@ ALL_GATHER_SCALED_MATMUL = Op(
     choose=host_or(_host_bytes, _choose_on_cuda),
     run=_run,
     known_by=_known_by,
-    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
+    with_gradient=NO_GRADIENT,
     flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

@@ -22,7 +22,7 @@ from ..dispatch.launch_cache import PreparedKernel, remember_call
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
-from .gradients import OneTensorFunction, refuse_gradient
+from .gradients import OneTensorFunction
 from .op import Op
 
 BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
@@ -136,8 +136,6 @@ ALL_REDUCE_IN_PLACE = replace(
     validate=validate_in_place,
     fake=lambda *_: None,
     run=_run_in_place,
-    with_gradient=lambda call: refuse_gradient(
-        validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
-    ),
+    with_gradient=" where it is overwritten; use one_shot_all_reduce",
     functional=(ALL_REDUCE, lambda call: call),
 )

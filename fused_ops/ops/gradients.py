@@ -15,8 +15,6 @@ from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 _collectives = torch.ops._c10d_functional
-#: Why an op that writes its result to a given tensor has no gradient.
-INTO = " where the result is written to a given tensor"
 
 
 class OneTensorFunction(torch.autograd.Function):
@@ -24,14 +22,13 @@ class OneTensorFunction(torch.autograd.Function):
     the other arguments."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Any:
         if (reduce_op := getattr(call, "reduce_op", "sum")) in ("max", "min"):
             raise ValueError(
                 f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
             )
         ctx.gradient, ctx.arguments = gradient, call[1:]
-        done: Tensor = op.run_below_autograd(call)
-        return done
+        return op.run_below_autograd(call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -148,10 +145,9 @@ class SumOverRanks(torch.autograd.Function):
     """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Any:
         ctx.group = group_name, size
-        total: Tensor = torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
-        return total
+        return torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -35,7 +35,8 @@ from ..dispatch.plan import num_sms, on, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
-from . import all_reduce, gradients
+from . import all_reduce
+from .gradients import ProductFunction, gradients_of_factors
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 
@@ -221,17 +222,16 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
 def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
     shape = *call.A.shape[:-1], call.B.shape[1]
 
-    def as_one_part(used: ScatterKernelCall) -> ScatterKernelCall:
-        return replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
-
-    (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], as_one_part)
-    return out
+    return launch_kernel(
+        *(choice, where, OP, lambda made: [made[0].view(shape)]),
+        lambda used: replace(used, a=used.a.unsqueeze(0).unsqueeze(0)),  # one part of one batch
+    )[0]
 
 
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, reduce_op: str, *of_group: Any) -> Any:
     name, size = of_group
     total = torch.ops.weft.one_shot_all_reduce(grad, reduce_op, name, group_size=size)
-    return gradients.gradients_of_factors(total, A, B, transposed)
+    return gradients_of_factors(total, A, B, transposed)
 
 
 MATMUL_ALL_REDUCE: Op = Op(
@@ -245,9 +245,7 @@ MATMUL_ALL_REDUCE: Op = Op(
     run=_run,
     known_by=lambda call: (call.reduce_op, (call.A, call.B)),
     again=lambda call: fast_matmul_all_reduce(*call[:4]),
-    with_gradient=lambda call: gradients.ProductFunction.apply(
-        MATMUL_ALL_REDUCE, _gradients, call, *call[:2]
-    ),
+    with_gradient=lambda call: ProductFunction.apply(MATMUL_ALL_REDUCE, _gradients, call, *call[:2]),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
 )

@@ -134,11 +134,6 @@ def _run(choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: Proc
     return own.to(call.out_dtype)
 
 
-def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
-    average, bias, residual = call.reduce_op == "avg", call.bias is not None, call.residual is not None
-    return Epilogue(call.out_dtype or call.A.dtype, average, bias, residual)
-
-
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     """A as [L, W, m, K]: rows of part w, for each index before the scattered dimension.
 
@@ -174,9 +169,9 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     preferred = preferred_between(
         group, B.device, (size - 1) * prod(call.local_shape(size)) * A.element_size()
     )
-    used = ScatterKernelCall(
-        parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred
-    )
+    terms = call.bias is not None, call.residual is not None
+    epilogue = Epilogue(call.out_dtype or A.dtype, call.reduce_op == "avg", *terms)
+    used = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n, more, preferred)
     if not on_cuda.adds_products(used, size):
         return _choose_on_cuda(call.stacked, group)
     too_little = "too little is multiplied and scattered"

@@ -35,17 +35,14 @@ from ..dispatch.choice import Choice, Known, unfused
 from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import needs_no_dispatch
 from ..dispatch.workspaces import AROUND_MATMULS
-from .gradients import INTO, refuse_gradient
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 def record_of(schema: str) -> Any:
     """What makes calls of a schema: a NamedTuple of its arguments, in its order."""
-    given = (
-        argument.split()[-1] for argument in schema[: schema.index(") -> ")].partition("(")[2].split(", ")
-    )
-    fields = [argument.partition("=") for argument in given if argument != "*"]
+    arguments = schema[: schema.index(") -> ")].partition("(")[2].split(", ")
+    fields = [each.split()[-1].partition("=") for each in arguments if each != "*"]
     defaults = [literal_eval(value) for _, there, value in fields if there]
     return namedtuple("Call", [name for name, *_ in fields], defaults=defaults)  # type: ignore[misc]
 
@@ -80,7 +77,7 @@ class Op:
             tensor has no element.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
-        with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
+        with_gradient: the results of a call of which a gradient is wanted; or why it has none (``refuse_gradient``).
         known_by: the arguments and tensors by which the launch cache knows such a call, as it was made; or None if it
             does not look for it.
         kinds: of workspaces in which it does.
@@ -104,7 +101,7 @@ class Op:
     kernel: str
     choose: Callable[..., Choice]
     run: Callable[..., Any]
-    with_gradient: Callable[[Any], Any]
+    with_gradient: Any
     record: Any = None
     sends_nothing: Callable[..., bool] = lambda call, *_: call[0].numel() == 0
     known_by: Callable[[Any], Known] | None = None
@@ -136,12 +133,7 @@ class Op:
         """Returns the results, if such a call was made before; else None, and nothing happened."""
         if self.again is not None or self.known_by is None:
             return self.again or (lambda call: None)
-        name, known_by, kinds, returns = (
-            self.name,
-            self.known_by,
-            self.kinds,
-            self.schema.partition(" -> ")[2],
-        )
+        name, known_by, kinds, (*_, returns) = self.name, self.known_by, self.kinds, self.schema.split(" -> ")
         one, gathers = returns == "Tensor", returns == "(Tensor?, Tensor[])"
 
         def launched(call: Any) -> Any:
@@ -350,7 +342,7 @@ def writing_out(
         choose=lambda call, out, group: op.choose(call, group),
         run=run,
         known_by=known_by,
-        with_gradient=lambda call: refuse_gradient(validate, call, INTO),
+        with_gradient=" where the result is written to a given tensor",
         functional=(op, without_out),
         own_by_counts=own_by_counts,
     )

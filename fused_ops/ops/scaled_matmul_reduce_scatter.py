@@ -28,7 +28,6 @@ from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kern
 from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
 from ..scaled_calls import NO_GRADIENT, ScaledRows
-from . import gradients
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 from .reduce_scatter import ReduceScatterCall, run_reduce_scatter
@@ -194,7 +193,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
     run=_run,
     known_by=_known_by,
-    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
+    with_gradient=NO_GRADIENT,
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
 )

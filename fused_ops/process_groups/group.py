@@ -132,9 +132,12 @@ class WeftProcessGroup(ProcessGroup):
         if known and (cached := self._launch_cached(ALL_TO_ALL, input, output, opts)) is not False:
             return cached
         given = output, input, output_split_sizes, input_split_sizes, *args
-        return self._take(
-            ALL_TO_ALL, options.all_to_alls(output, input, splits), opts, _EXCHANGE, given, named
-        )
+        # With splits of one rank that are even those of others need not be.
+        calls: Any = "split sizes are given"
+        if not splits:
+            x = input.clone() if input is output else input
+            calls = options.paired_calls(ALL_TO_ALL, [output], [x])
+        return self._take(ALL_TO_ALL, calls, opts, _EXCHANGE, given, named)
 
     if _EXCHANGE == "all_to_all_single":
         all_to_all_single = alltoall_base  # type: ignore[assignment]
@@ -313,8 +316,8 @@ def _paired(name: str, several: bool, method: str) -> Callable[..., Any]:
         opts = of_call() if opts is None else opts
         if not several and (cached := self._launch_cached(name, x, out, opts)) is not False:
             return cached
-        lists = (out, x) if several else ([out], [x])
-        calls = options.paired_calls(name, *lists, getattr(opts, "reduceOp", None))
+        outs, xs = (out, x) if several else ([out], [x])
+        calls = options.paired_calls(name, outs, xs, getattr(opts, "reduceOp", None))
         return self._take(name, calls, opts, method, (out, x, opts))
 
     call.__name__ = method

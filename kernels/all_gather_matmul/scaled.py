@@ -47,9 +47,8 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
         super().__init__(workspace, call, config)
         self._count = len(call.bs)
         self._has_bias = [bias is not None for bias in scales.biases]
-        self._own_scales = (
-            4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
-        )
+        of_all = scaled.kind is ScaleKind.ROWS and not scaled.travels
+        self._own_scales = 4 * m * workspace.rank if of_all else 0
         blocks = scaled.blocks(k)
         for p in self._params:
             p.blocks = blocks

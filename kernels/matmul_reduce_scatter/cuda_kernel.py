@@ -43,9 +43,7 @@ class _Params(ctypes.Structure):
     )
 
 
-_A, _B, _OUT, _BIAS, _RESIDUAL = (
-    getattr(_Params, name).offset for name in ("a", "b", "out", "bias", "residual")
-)
+_A, _B, _OUT, _BIAS, _RESIDUAL = (getattr(_Params, x).offset for x in ("a", "b", "out", "bias", "residual"))
 _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs twice as much
 
 

@@ -95,10 +95,8 @@ class MatmulReduceScatterOneShot(one_shot.OneShotCall):
             parts = a.as_strided(*self._parts)
             columns = partial.shape[1]
             if self._split_n:
-                parts, bs = (
-                    parts.expand(self._size, -1, -1),
-                    b.unflatten(1, (self._size, columns)).movedim(1, 0),
-                )
+                parts = parts.expand(self._size, -1, -1)
+                bs = b.unflatten(1, (self._size, columns)).movedim(1, 0)
             else:
                 bs = b.expand(self._size, -1, -1)
             torch.bmm(parts, bs, out=partial.view(self._size, -1, columns))

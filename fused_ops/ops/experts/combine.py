@@ -119,7 +119,7 @@ def _choose_sum(combined: Combined, wanted: CombinedSum, group: ProcessGroup) ->
         return replace(unfused(reason), programs=chosen.programs)  # those of the all-reduce by itself
     from ....kernels.all_reduce import cuda_kernel
 
-    config, size, rank = chosen.how.config, group.size(), group.rank()
+    config, size, rank = chosen.how, group.size(), group.rank()
     return replace(
         chosen,
         programs=lambda: [cuda_kernel.all_reduce_program(size, rank, *wanted.defined)],
@@ -177,11 +177,10 @@ class CombineFunction(torch.autograd.Function):
     """An op's call, of which there is a ``Reduction``."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, call: Any, y: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    def forward(ctx: Any, op: Op, call: Any, y: Tensor, weights: Tensor, shared: Tensor | None) -> Any:
         ctx.op, ctx.reduction = op.name, how_reduced(call)
         save_combined(ctx, call, ctx.needs_input_grad[2:])
-        done: Tensor = op.run_below_autograd(call)
-        return done
+        return op.run_below_autograd(call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -203,7 +202,7 @@ def _known_by(call: Any) -> Known:
 
 
 def _op(schema: str, kernel: str) -> Op:
-    op = Op(
+    op: Op = Op(
         schema,
         validate=_validate,
         fake=lambda call, group: call.y.new_empty(

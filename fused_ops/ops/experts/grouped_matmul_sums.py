@@ -111,13 +111,12 @@ class SavedProduct(NamedTuple):
 
 class GroupedMatmulSumFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Op, call: Any, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, op: Op, call: Any, *tensors: Tensor | None) -> Any:
         ctx.op, ctx.reduction = op.name, how_reduced(call)
         _, of_b, of_weights, *_ = ctx.needs_input_grad[2:]
         product = SavedProduct(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
         ctx.save_for_backward(*product.without_unneeded(of_b, of_weights))
-        done: Tensor = op.run_below_autograd(call)
-        return done
+        return op.run_below_autograd(call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -136,7 +135,7 @@ _TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? gr
 
 
 def _op(name: str, group: str, kernel: str) -> Op:
-    op = Op(
+    op: Op = Op(
         f"{name}({_OPERANDS}, {group}, *, {_TERMS}) -> Tensor",
         validate=_validate,
         fake=lambda call, group: call.A.new_empty(

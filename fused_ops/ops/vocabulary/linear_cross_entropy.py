@@ -274,20 +274,14 @@ def _with_gradient(op: Op, call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor
 
 
 def _flops(
-    x: Sequence[int],
-    weight: Sequence[int] | None,
-    *_: Any,
-    of_x: bool = False,
-    of_weight: bool = False,
-    **__: Any,
+    x: Sequence[int], weight: Any, *_: Any, of_x: bool = False, of_weight: bool = False, **__: Any
 ) -> int:
-    products = 1 + of_x + of_weight
-    return 0 if weight is None else 2 * products * math.prod(x) * weight[0]
+    return 0 if weight is None else 2 * (1 + of_x + of_weight) * math.prod(x) * weight[0]
 
 
 def _named(name: str) -> Op:
     """All compute the same: their functions make different things of it, and errors say which one was called."""
-    op = Op(
+    op: Op = Op(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
         " bool summed=False, bool mean=False, str extra='', int ignore_index=-100, float label_smoothing=0.0,"
         " float z_loss=0.0, float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False,"
