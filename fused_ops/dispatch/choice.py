@@ -80,20 +80,14 @@ class Choice:
             workspace, this_thread.plan = self.found
         else:
             workspace = self.workspace_on(heap)
-            ran(self.plan_in(workspace))
+            ran(self.plan_of(workspace.layout))
         if op:
             workspace.begins(op)
         return workspace
 
-    def plan_in(self, workspace: Workspace[Any] | None) -> Plan:
-        """That of a call in this workspace, which may have room for more."""
-        return self._plan(0 if workspace is None else workspace.layout.bytes)
-
-    def plan_on(self, device: torch.device) -> Plan:
-        """That of a call that is not made."""
-        return self._plan(0 if self.layout is None else least_layout(self.kind, self.layout, device).bytes)
-
-    def _plan(self, nbytes: int) -> Plan:
+    def plan_of(self, layout: Any = None) -> Plan:
+        """That of a call in a workspace of this layout, which may have room for more."""
+        nbytes = 0 if layout is None else layout.bytes
         return Plan(self.algorithm, self.reason, nbytes, self.predicted_us, self.kind)
 
 
@@ -172,7 +166,7 @@ def prepare_kernel(
     """
     workspace = choice.workspace_on(where)
     workspace.raise_if_broken()
-    kernel, plan = workspace.prepared.get(key), choice.plan_in(workspace)
+    kernel, plan = workspace.prepared.get(key), choice.plan_of(workspace.layout)
     ran(plan)
     if kernel is None:
         kernel = make_together(workspace, op, key, same or key, lambda: make(workspace))
@@ -324,7 +318,8 @@ def choice_of_call(
             )
         called, given, named = first.found
         choice, where = CHOOSERS[called](*given, **named)
-        return choice.plan_on(where), choice
+        least = None if choice.layout is None else least_layout(choice.kind, choice.layout, where)
+        return choice.plan_of(least), choice
 
 
 def _device_of_meta(args: Any, kwargs: Any) -> torch.device:

@@ -29,7 +29,7 @@ from ...kernels.matmul_all_gather.configs import (
 )
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
-from .plan import HOPPER_SMS
+from ...symm_mem.backends.cuda_state import HOPPER_SMS
 
 OPS = (
     "all_gather_matmul",

@@ -16,9 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
-from ..ops.experts.local import LOCAL_OPS
 from ..ops.gradients import AUTOCAST, refuse_gradient
-from ..ops.op import tensors_given
+from ..ops.op import LOCAL_OPS, tensors_given
 from . import group_checks, schema
 from .implement import implement, refuse_derivative_in_transform, refuse_unsupported
 

@@ -131,7 +131,7 @@ def run_all_gather(
     written to, and then returned; of its shape, with any strides."""
     op = op if out is None else INTO
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         if call.counts is None:
             done = reference_all_gather(call.x, call.gather_dim, group)
         else:
@@ -160,17 +160,10 @@ def _unevenly(call: AllGatherCall, gather: Callable[[Tensor, list[int]], Tensor]
     return with_dim_in_front(stacked.view(x.dtype), dim, call.whole_shape(0))
 
 
-def _gradient(
-    grad: Tensor,
-    gather_dim: int,
-    group_name: str,
-    group_size: int | None,
-    counts: Sequence[int] | None,
-    group_rank: int | None,
-) -> Any:
+def _gradient(grad: Tensor, gather_dim: int, group_name: str, *of_ranks: Any) -> Any:
+    named = dict(zip(("group_size", "counts", "group_rank"), of_ranks, strict=True))
     if grad.dtype not in validation.DTYPES:
-        return gradients.reduce_scatter(grad, gather_dim, group_name, counts)
-    named = {"group_size": group_size, "counts": counts, "group_rank": group_rank}
+        return gradients.reduce_scatter(grad, gather_dim, group_name, named["counts"])
     return torch.ops.weft.one_shot_reduce_scatter(grad, "sum", gather_dim, group_name, **named)
 
 
@@ -244,7 +237,7 @@ def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGrou
     x, dim, shape = call.x, call.gather_dim, call.result_shape(group)
     sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts_of(group))
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         stacked = reference_gather(sent, sizes, call.root, group) if sum(sizes) else sent
     else:
         stacked = gather_to(choice.begin_on(where), sent, sizes, call.root, TO_ROOT)

@@ -60,7 +60,7 @@ def run_by_choice(
     """As the op, by a choice; ``op``: whose call it is, for errors."""
     x, reduce_op = call.x, call.reduce_op
     if where is None or choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         result = reference_all_reduce(x, reduce_op, group)
         return result if out is None else out.copy_(result)
     source = x.contiguous()
@@ -88,7 +88,7 @@ def sum_without_kernel(
         total = run_by_choice(unfused(own), None, call, group, op=op)
     else:
         total = run_by_choice(choose_sum(x, reduce_op, group), own, call, group, op=op)
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return total
 
 

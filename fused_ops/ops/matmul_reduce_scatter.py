@@ -192,16 +192,10 @@ def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Ten
 
 class MatmulReduceScatterFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: MatmulReduceScatterCall,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        *factors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, call: MatmulReduceScatterCall, bias: Any, residual: Any, *factors: Tensor) -> Any:
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
-        done: Tensor = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
+        done = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
         ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.

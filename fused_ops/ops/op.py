@@ -35,6 +35,7 @@ from ..dispatch.choice import Choice, Known, unfused
 from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import needs_no_dispatch
 from ..dispatch.workspaces import AROUND_MATMULS
+from .gradients import AUTOCAST
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
@@ -134,15 +135,21 @@ class Op:
         if self.again is not None or self.known_by is None:
             return self.again or (lambda call: None)
         name, known_by, kinds, (*_, returns) = self.name, self.known_by, self.kinds, self.schema.split(" -> ")
-        one, gathers = returns == "Tensor", returns == "(Tensor?, Tensor[])"
+        one, gathers, exchanges = (
+            returns == each for each in ("Tensor", "(Tensor?, Tensor[])", "(Tensor, Tensor?)")
+        )
 
         def launched(call: Any) -> Any:
             if (known := known_by(call)) is None:
                 return None
             results = launch_cache.launch_again(name, *known, call.group_name, kinds)
-            if results is None or not (one or gathers):
-                return results
-            return results[0] if one else ((results.pop() if call.return_A else None), results)
+            if results is None:
+                return None
+            if one:
+                return results[0]
+            if gathers:
+                return (results.pop() if call.return_A else None), results
+            return (results[0], results[1] if call.return_A else None) if exchanges else results
 
         return launched
 
@@ -310,10 +317,7 @@ def writing_out(
     op: Op, shape: Callable[[Any, ProcessGroup], Sequence[int]], own_by_counts: Mapping[str, str]
 ) -> Op:
     """An op of one tensor, with the result written to another one, which comes first. Its ``run`` takes that, too.
-
-    Args:
-        shape: that of the result, of a call that is validated.
-    """
+    ``shape``: that of the result, of a call that is validated."""
     arguments = op.schema.partition("(")[2].rpartition(" -> ")[0]
 
     def without_out(call: Any) -> Any:
@@ -351,3 +355,34 @@ def writing_out(
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Makes a CUDA tensor's device the current one."""
     return on(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+#: Ops that send nothing, by their names: what makes a call of which a gradient is wanted.
+LOCAL_OPS: dict[str, Callable[..., Any] | None] = {}
+
+
+def define(
+    schema: str,
+    validate: Callable[..., None],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    with_gradient: Callable[..., Any] | None = None,
+) -> None:
+    """An op in ``torch.ops.weft`` that sends nothing: no rank waits for another one's call. What it refuses, given its
+    arguments in order; its results, with data, without, and where a gradient is wanted."""
+    name = schema.partition("(")[0]
+
+    def run_checked(*args: Any) -> Any:
+        validate(*args)
+        with on_device(args[0]), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            return run(*args)
+
+    def fake_checked(*args: Any) -> Any:
+        validate(*args)
+        return fake(*args)
+
+    LOCAL_OPS[name] = with_gradient
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _lib.impl(name, run_checked, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", fake_checked, lib=_lib)

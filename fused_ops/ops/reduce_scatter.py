@@ -94,7 +94,7 @@ def run_reduce_scatter(
     """As the op, or as a part of a call of ``op``; the call is what validation returns. ``out``: what the result is
     written to, and then returned; of its shape, with any strides."""
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         if call.counts is None:
             done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
         else:

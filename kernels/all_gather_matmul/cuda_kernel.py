@@ -117,7 +117,7 @@ class AllGatherMatmulPush:
         example: a call of the sizes, strides and dtype that every launch has, its Bs all with K contiguous or all with
             N. Blocks that send first must find one of its SMs each.
         config: the same on every rank.
-        first: of the Bs of this launch, which are up to MOST_BS.
+        skip: Bs before those of this launch, which are up to MOST_BS.
 
     Attributes:
         push: whether a launch sends the own shard: an epoch's first one.
@@ -130,16 +130,12 @@ class AllGatherMatmulPush:
     params = _Params  #: the twin of what the kernel takes
 
     def __init__(
-        self,
-        workspace: Workspace[Layout],
-        example: GatherKernelCall,
-        config: GatherPushConfig,
-        first: int = 0,
+        self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig, skip: int = 0
     ) -> None:
-        end = min(first + MOST_BS, len(example.bs))
-        self.push, self.final = first == 0, end == len(example.bs)
-        self._mine = slice(first + 1, end + 1), slice(first, end)  # of the operands, and of the results
-        a, bs, return_A = example.a, example.bs[first:end], example.return_A and not first
+        end = min(skip + MOST_BS, len(example.bs))
+        self.push, self.final = skip == 0, end == len(example.bs)
+        self._mine = slice(skip + 1, end + 1), slice(skip, end)  # of the operands, and of the results
+        a, bs, return_A = example.a, example.bs[skip:end], example.return_A and not skip
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
         parts = size if config.exchanged else 1
         m //= parts
@@ -219,8 +215,8 @@ class AllGatherMatmulPushes:
     def __init__(
         self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig
     ) -> None:
-        firsts = range(0, len(example.bs), MOST_BS)
-        self._kernels = [AllGatherMatmulPush(workspace, example, config, first) for first in firsts]
+        skipped = range(0, len(example.bs), MOST_BS)
+        self._kernels = [AllGatherMatmulPush(workspace, example, config, skip) for skip in skipped]
 
     def launch(self, *given: Any) -> None:
         """A whole epoch of the buffer; as ``AllGatherMatmulPush.launch``."""

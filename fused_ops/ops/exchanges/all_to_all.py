@@ -95,7 +95,7 @@ def run_all_to_all(
     parts = x.unflatten(call.scatter_dim, (size, part[call.scatter_dim])).movedim(call.scatter_dim, 0)
     sent = as_bytes(parts.contiguous()).view(size, -1) if x.numel() else parts.new_empty(size, 0)
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         received = reference_all_to_all(sent, group)
     else:
         received = exchange_parts(choice.begin_on(where), sent, op)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,7 +13,6 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, choose_kernel, launch_kernel
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from .. import gradients
@@ -54,15 +52,6 @@ def _validate(call: AllToAllMatmulCall) -> tuple[AllToAllMatmulCall, ProcessGrou
         raise ValueError(f"scatter_dim: A has size {A.shape[dim]} there, must be a multiple of {size} ranks")
     validation.validate_matrix("B", call.B, A.shape[-1] * size, A, "all ranks' A")
     return call._replace(scatter_dim=dim), group
-
-
-def _known_by(call: AllToAllMatmulCall) -> tuple[Hashable, Sequence[Tensor]]:
-    return (call.scatter_dim, call.return_A), (call.A, call.B)
-
-
-def _again(call: AllToAllMatmulCall) -> Result | None:
-    results = launch_again(EXCHANGED_OP, *_known_by(call), call.group_name)
-    return None if results is None else (results[0], (results[1] if call.return_A else None))
 
 
 def _choose(call: AllToAllMatmulCall, group: ProcessGroup) -> Choice:
@@ -157,8 +146,7 @@ ALL_TO_ALL_MATMUL = Op(
     kernel="all_to_all",
     choose=_choose,
     run=_run,
-    known_by=_known_by,
-    again=_again,
+    known_by=lambda call: ((call.scatter_dim, call.return_A), (call.A, call.B)),
     with_gradient=_with_gradient,
     flops=matmul_flops,
 )

@@ -169,7 +169,7 @@ def reduce_combined(
         return reduce_scatter.run_reduce_scatter(choice, where, call, group, op=op)
     # The bits of the all-reduce, whatever is put together by a kernel.
     part = reduce_scatter.run_reduce_scatter(reduce_scatter.choose_part(call, group), where, call, group)
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return part
 
 

@@ -23,7 +23,7 @@ from ....kernels.grouped_matmul.reference import (
 from ... import validation
 from ...dispatch.plan import num_sms
 from ..gradients import refuse_second_gradient
-from .local import define
+from ..op import define
 
 _ops = torch.ops.weft
 _UNIT = 8  # numbers of 16 bits that TMA and torch's grouped product want rows to be a multiple of

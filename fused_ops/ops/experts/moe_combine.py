@@ -62,7 +62,7 @@ def _run_combine(choice: Choice, where: Heap | None, call: Any, group: ProcessGr
         if where is not None and choice.algorithm == "push":
             shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, call.ranks, weights)
             return launch_push(BACK, replace(choice, known=None), where, given, [(shape, None)])[0], weights
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         total = combined.total()
         if total.numel() == 0:
             return total.new_empty(total.shape[0] // size, total.shape[1]), weights

@@ -26,7 +26,6 @@ from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
 from ... import validation
 from ...dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
@@ -48,10 +47,6 @@ class MoeDispatchCall(NamedTuple):
     capacity: int | None = None
     align: int = 1
     group_size: int | None = None
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.num_experts, self.capacity, self.align
 
     def experts(self, group: ProcessGroup) -> ExpertRanks:
         return ExpertRanks(self.num_experts, group.size(), group.rank(), self.align)
@@ -197,7 +192,7 @@ def _choose_again(call: Any, group: ProcessGroup) -> Choice:
 def _run_dispatch(
     choice: Choice, where: Heap | None, call: MoeDispatchCall, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    raise_noted(call.group_name)  # before anything is launched: it breaks no group
+    raise_noted(call.group_name)
     with on_device(call.x):
         of, capacity = call.experts(group), call.rows(group.size())
         if choice.algorithm == "push" and where is not None and _is_routed(call, group):
@@ -217,11 +212,7 @@ def _run_dispatch(
 
 
 def _run_again(
-    choice: Choice,
-    where: Heap | None,
-    call: Any,
-    group: ProcessGroup,
-    offs: Tensor | None = None,
+    choice: Choice, where: Heap | None, call: Any, group: ProcessGroup, offs: Tensor | None = None
 ) -> Tensor:
     """``offs``: rows that fill experts up are to be zeros; on CUDA rows of no choice hold anything else."""
     k = call.slots.shape[1]
@@ -231,7 +222,7 @@ def _run_again(
         given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
         return launch_push(OP, replace(choice, known=None), where, given, [(shape, None)])[0]
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
 
@@ -254,15 +245,10 @@ class MoeDispatchFunction(torch.autograd.Function):
         return None, _ops.moe_combine(grad, *ctx.saved_tensors, None, name, group_size=size)[0]
 
 
-def _dispatch_again(call: MoeDispatchCall) -> list[Tensor] | None:
-    raise_noted(call.group_name)
-    known = _known_by(call)
-    return None if known is None else launch_again(OP, *known, call.group_name, KINDS)
-
-
 def _known_by(call: MoeDispatchCall) -> Known:
+    raise_noted(call.group_name)  # before anything is launched: it breaks no group
     symbolic = not isinstance(call.capacity, int | None)
-    return None if symbolic else (call.arguments, (call.x, call.topk_ids))
+    return None if symbolic else ((call.num_experts, call.capacity, call.align), (call.x, call.topk_ids))
 
 
 def _fake_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -282,7 +268,7 @@ MOE_DISPATCH = Op(
     choose=_choose_dispatch,
     run=_run_dispatch,
     known_by=_known_by,
-    again=_dispatch_again,
+    kinds=KINDS,
     with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
 )
 MOE_DISPATCH_AGAIN = Op(

@@ -21,8 +21,7 @@ from ....kernels.linear_cross_entropy.reference import (
     reference_gradient,
     reference_statistics,
 )
-from ..experts.local import define
-from ..op import on_device, record_of
+from ..op import define, on_device, record_of
 
 #: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
 ROWS = 2048

@@ -213,9 +213,7 @@ def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor 
 
 class SummedLossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, op: Op, call: LinearCrossEntropyCall, *_: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.op = op.name
         ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[2:]), False
         of_x, of_weight, of_bias = ctx.wanted
@@ -245,10 +243,10 @@ class SummedLossFunction(torch.autograd.Function):
 class RowStatisticsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any, op: Op, call: LinearCrossEntropyCall, *given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         values, bounds, _ = op.run_below_autograd(call)
-        ctx.save_for_backward(x, weight, bias, call.targets, bounds, values)
+        ctx.save_for_backward(*given, call.targets, bounds, values)
         ctx.op = op.name
         ctx.scored = call.extra, call.softcap, call.temperature
         ctx.mark_non_differentiable(bounds)
