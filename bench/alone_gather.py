@@ -24,7 +24,7 @@ from weft.kernels.all_gather_matmul.configs import (
     gather_push_layout,
     rank_gather_pushes,
 )
-from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush, EpochStep
+from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
 from weft.kernels.all_gather_matmul.estimate import CHUNK_COLUMNS
 from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.device.jit.program import Program
@@ -116,7 +116,6 @@ class GatherCandidate(Alone):
             ([x.data_ptr() for x in (a, *bs)], [c.data_ptr() for c in cs])
             for a, bs, cs in zip(shards, weights, operands.outs, strict=True)
         ]
-        step = EpochStep(push=True, final=True, bs=slice(1, None), outs=slice(None))
         for buffer in (0, 1):
             workspace.buffer(0, buffer, tuple(peers.shape), peers.dtype).copy_(peers)
         kernel = AllGatherMatmulPush(workspace, GatherKernelCall(shards[0], weights[0], num_sms), config)
@@ -127,7 +126,7 @@ class GatherCandidate(Alone):
 
         def launch(buffer: int, i: int) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            kernel.launch_step(buffer, *addresses[i], step, TIMEOUT_NS, stream)
+            kernel.launch(buffer, *addresses[i], TIMEOUT_NS, stream)
 
         self._announce = [announce.bound(1, 1024, self._params(workspace, buffer), 0) for buffer in (0, 1)]
         self._side = torch.cuda.Stream()

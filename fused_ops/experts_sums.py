@@ -14,7 +14,6 @@ from .experts import check_offs
 from .functional import ReduceOp
 from .library.call import call_op
 from .ops import MOE_COMBINE_ALL_REDUCE, MOE_COMBINE_ALL_REDUCE_RMS_NORM, MOE_COMBINE_REDUCE_SCATTER
-from .ops.experts.combine import CombineAllReduceCall, CombineReduceScatterCall
 from .ops.experts.combine_all_reduce_rms_norm import CombineRmsNormCall
 
 
@@ -56,7 +55,7 @@ def fused_moe_combine_all_reduce(
     """
     name = known_name(group)
     if name is not None:
-        done = MOE_COMBINE_ALL_REDUCE.fast(CombineAllReduceCall(y, slots, weights, name, shared))
+        done = MOE_COMBINE_ALL_REDUCE.fast(MOE_COMBINE_ALL_REDUCE.record(y, slots, weights, name, shared))
         if done is not None:
             return done  # type: ignore[no-any-return]
     if _may_look_at(slots, y):
@@ -169,7 +168,7 @@ def fused_moe_combine_reduce_scatter(
     """
     name = known_name(group)
     if name is not None and type(scatter_dim) is int:
-        call = CombineReduceScatterCall(y, slots, weights, scatter_dim, name, shared)
+        call = MOE_COMBINE_REDUCE_SCATTER.record(y, slots, weights, scatter_dim, name, shared)
         done = MOE_COMBINE_REDUCE_SCATTER.fast(call)
         if done is not None:
             return done  # type: ignore[no-any-return]

@@ -27,8 +27,8 @@ ONE_SHOT = ((gather_configs, "choose_one_shot_gather"), (scatter_configs, "choos
 
 def choose_anew() -> None:
     """Forget which kernel runs what."""
-    for where in (gather_on_cuda, scatter_on_cuda):
-        where._choices.clear()
+    gather_on_cuda.choose_gather_kernel.clear()
+    scatter_on_cuda.choose_scatter_kernel.clear()
 
 
 @contextmanager

@@ -81,17 +81,11 @@ _MISTAKES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [("product = exact_product(*operands)", "product = exact_product(*operands).to(out_dtype)")],
     ("kernels/all_reduce_rms_norm/reference.py", f"{_NORMS}::test_eps_shows"): [
         (
-            "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
-            "scale = wide.square().mean(-1, keepdim=True).rsqrt()",
+            "(wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
+            "wide.square().mean(-1, keepdim=True).rsqrt()",
         ),
-        (
-            "scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
-            "scale = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()",
-        ),
-        (
-            "normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()",
-            "normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()",
-        ),
+        ("keepdim=True) + eps).rsqrt()", "keepdim=True) + 1e-5).rsqrt()"),
+        ("keepdim=True) + eps).rsqrt()", "keepdim=True) + 2 * eps).rsqrt()"),
     ],
     (
         "kernels/device/collective/host_exchange.py",

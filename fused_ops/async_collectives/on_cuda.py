@@ -16,12 +16,11 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
 from ..dispatch.choice import Choice, prepare_kernel, unfused
-from ..dispatch.launch_cache import LaunchedCall, remember_call
+from ..dispatch.launch_cache import remember_call
 from ..dispatch.plan import Plan
 from ..dispatch.staging import aligned
 from ..dispatch.stream_order import in_stream_order
-from .call import AsyncCall
-from .started import Started, free_buffer, hold_started
+from .call import AsyncCall, Started, free_buffer, hold_started
 
 
 class CallsOnStream:
@@ -104,7 +103,6 @@ def start_on_cuda(choice: Choice, where: Heap, call: AsyncCall) -> Started:
         )
         sent = aligned(call.x.contiguous())
         started: Started = ready.kernel.start(call, sent, timeout_in_ns(where.group_name))
-    arguments = call.reduce_op, call.placed, call.group_size
-    made = LaunchedCall(call.start, arguments, [call.x], [sent], [call.x.new_empty(0)])
-    remember_call(made, *ready)
+    known = (call.reduce_op, call.placed, call.group_size), [call.x]
+    remember_call(call.start, known, [sent], [call.x.new_empty(0)], ready)
     return started

@@ -37,13 +37,6 @@ class NotYet(NamedTuple):
     nbytes: int
 
 
-class _How(NamedTuple):
-    """``given``: the configuration is not that of the model."""
-
-    config: AllReduceConfig
-    given: bool
-
-
 def choose_sum(x: Tensor | NotYet, reduce_op: str, group: ProcessGroup) -> Choice:
     """The choice for a tensor like x, where the ranks can address each other's memory."""
     if x.device.type == "cpu":
@@ -52,17 +45,13 @@ def choose_sum(x: Tensor | NotYet, reduce_op: str, group: ProcessGroup) -> Choic
 
 
 def choose_sum_on_cuda(
-    x: Tensor | NotYet,
-    reduce_op: str,
-    group: ProcessGroup,
-    config: AllReduceConfig | None = None,
-    kind: str = ALL_REDUCE,
+    x: Tensor | NotYet, reduce_op: str, group: ProcessGroup, kind: str = ALL_REDUCE
 ) -> Choice:
-    """The same on CUDA, in workspaces of a kind; by a given configuration if there is one, whatever the size."""
+    """The same on CUDA, in workspaces of a kind."""
     size, rank, nbytes = group.size(), group.rank(), x.nbytes
-    if config is None and nbytes >= nccl_from():
+    if nbytes >= nccl_from():
         return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
-    used = config or choose_all_reduce(nbytes, size, num_sms(x.device))
+    config = choose_all_reduce(nbytes, size, num_sms(x.device))
 
     def programs() -> list[Program]:
         from ...kernels.all_reduce.cuda_kernel import all_reduce_program
@@ -72,10 +61,10 @@ def choose_sum_on_cuda(
     return Choice(
         "push",
         kind=kind,
-        layout=all_reduce_layout(nbytes, size, used),
-        predicted_us=estimate_all_reduce_us(nbytes, size, used),
+        layout=all_reduce_layout(nbytes, size, config),
+        predicted_us=estimate_all_reduce_us(nbytes, size, config),
         programs=programs,
-        how=_How(used, given=config is not None),
+        how=config,
     )
 
 
@@ -85,13 +74,14 @@ def prepare_all_reduce(
     """What launches such calls. The ranks compile together, by a name: one may call in place and another one not."""
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
 
-    config, given = choice.how
+    config: AllReduceConfig = choice.how
 
     def make(workspace: Any) -> AllReduceLauncher:
         used = replace(config, in_turn=sends_in_turn(where))
         return AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, used)
 
-    key = (x.numel(), x.dtype, reduce_op, *((config,) if given else ()))
+    chosen = config == choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
+    key = (x.numel(), x.dtype, reduce_op, *(() if chosen else (config,)))
     return prepare_kernel(choice, where, name, key, make, same=(name, config.form, x.dtype, reduce_op))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +30,11 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import default_device
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from .launch_cache import LaunchedCall, PreparedKernel, remember_call
+from .launch_cache import Known, PreparedKernel, remember_call
 from .plan import Plan, ran, should_fuse, this_thread
 from .staging import Staging, aligned
 from .stream_order import in_stream_order
 from .workspaces import COPIED, LL_PROTOCOL, MATMUL, ONE_SHOT, least_layout, workspace_of
-
-#: By what the launch cache knows a call: arguments and tensors as they were given. None: it is not remembered.
-Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +80,14 @@ class Choice:
             workspace, this_thread.plan = self.found
         else:
             workspace = self.workspace_on(heap)
-            ran(self.plan_in(workspace))
+            ran(self.plan_of(workspace.layout))
         if op:
             workspace.begins(op)
         return workspace
 
-    def plan_in(self, workspace: Workspace[Any] | None) -> Plan:
-        """That of a call in this workspace, which may have room for more."""
-        return self._plan(0 if workspace is None else workspace.layout.bytes)
-
-    def plan_on(self, device: torch.device) -> Plan:
-        """That of a call that is not made."""
-        return self._plan(0 if self.layout is None else least_layout(self.kind, self.layout, device).bytes)
-
-    def _plan(self, nbytes: int) -> Plan:
+    def plan_of(self, layout: Any = None) -> Plan:
+        """That of a call in a workspace of this layout, which may have room for more."""
+        nbytes = 0 if layout is None else layout.bytes
         return Plan(self.algorithm, self.reason, nbytes, self.predicted_us, self.kind)
 
 
@@ -175,7 +166,7 @@ def prepare_kernel(
     """
     workspace = choice.workspace_on(where)
     workspace.raise_if_broken()
-    kernel, plan = workspace.prepared.get(key), choice.plan_in(workspace)
+    kernel, plan = workspace.prepared.get(key), choice.plan_of(workspace.layout)
     ran(plan)
     if kernel is None:
         kernel = make_together(workspace, op, key, same or key, lambda: make(workspace))
@@ -218,23 +209,8 @@ def launch_push(
         ready = prepare_kernel(choice, where, op, (op, how.key), how.make)
         made = [used[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
         launch_exchange(ready, op, where, used, made)
-    remember(choice, op, used, made, ready)
+    remember_call(op, choice.known, used, made, ready)
     return made
-
-
-def remember(
-    choice: Choice,
-    op: str,
-    used: Sequence[Tensor],
-    results: Sequence[Tensor] | None,
-    ready: PreparedKernel,
-    **more: Any,
-) -> None:
-    """The call that was run by a choice is remembered, unless tensors were copied. ``used``, ``results`` and an
-    ``alignment``: as ``LaunchedCall`` has them; ``profitable``: as ``remember_call``."""
-    if choice.known is not None:
-        profitable = more.pop("profitable", True)
-        remember_call(LaunchedCall(op, *choice.known, used, results, **more), *ready, profitable)
 
 
 def launch_kernel(
@@ -259,13 +235,13 @@ def launch_kernel(
         ready = prepare_kernel(
             choice, where, op, key, lambda workspace: steps.make(workspace, used, kernel.config), same
         )
-        workspace, launcher, _ = ready
+        workspace, launcher, *_ = ready
         workspace.raise_if_broken(op if kernel.algorithm == "push" else None)  # others say it themselves
         operands, written = steps.operands(kernel.config, used), steps.results(used, workspace.world_size)
         timeout_ns = timeout_in_ns(where.group_name)
         launch_prepared(workspace, kernel.config, launcher, operands, written, timeout_ns)
     results = shaped(written)
-    remember(choice, op, operands, results, ready, profitable=kernel.profitable)
+    remember_call(op, choice.known, operands, results, ready._replace(profitable=kernel.profitable))
     return results
 
 
@@ -342,7 +318,8 @@ def choice_of_call(
             )
         called, given, named = first.found
         choice, where = CHOOSERS[called](*given, **named)
-        return choice.plan_on(where), choice
+        least = None if choice.layout is None else least_layout(choice.kind, choice.layout, where)
+        return choice.plan_of(least), choice
 
 
 def _device_of_meta(args: Any, kwargs: Any) -> torch.device:

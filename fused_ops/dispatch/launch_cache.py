@@ -65,18 +65,9 @@ ALIGNMENT = 16  #: bytes, of what kernels around products take
 _address = Tensor.data_ptr
 
 
-class Launcher(Protocol):
-    """What a kernel keeps for more calls of one kind. One that pushes has ``grids``: the blocks of each launch."""
-
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """A whole epoch of ``buffer``, with the addresses of all operands and of all results."""
-
-
 @runtime_checkable
 class Caller(Protocol):
-    """The same where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
+    """A launcher where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
     what peers wait for (``Workspace.raise_if_broken``)."""
 
     def call(
@@ -86,11 +77,13 @@ class Caller(Protocol):
 
 
 class PreparedKernel(NamedTuple):
-    """What the slow path launches, in which workspace, and by which plan."""
+    """What the slow path launches, in which workspace, and by which plan. ``profitable``: also where ``forced`` does
+    not ask for it."""
 
     workspace: Workspace[Any]
-    kernel: Any  # a Launcher with ``grids``
+    kernel: Any  # a launcher with ``grids``, or a Caller
     plan: plan.Plan
+    profitable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,9 @@ class PreparedLaunch:
     """How a call on CUDA is launched.
 
     Attributes:
-        launcher: a Launcher, or if it ``calls`` a Caller.
+        launcher: what a kernel keeps for more calls of one kind, or if it ``calls`` a Caller. Its ``launch`` is a whole
+            epoch of a buffer, with the addresses of all operands and results. One that pushes has ``grids``: the blocks
+            of each launch.
         results: sizes, strides and dtypes of what is written; none if the result is a given tensor.
         overwrites: that is the first tensor, and the last one is what is read; they may be one.
         alignment: bytes, of all addresses.
@@ -117,6 +112,8 @@ class PreparedLaunch:
 #: Makes a call of an op with tensors. The results; None if these lie where the kernel does not take them, and nothing
 #: happened. A third argument: what is written, if it is given and need not be checked.
 Launch: TypeAlias = Callable[..., list[Tensor] | None]
+#: By what a call is known: arguments and tensors as they were given. None: it is not remembered.
+Known: TypeAlias = tuple[Hashable, Sequence[Tensor]] | None
 
 
 def launch_on_stream(
@@ -211,19 +208,15 @@ class CachedCall:
     stream: int = 0
 
 
-class HostCall(Protocol):
-    """A call between CPU ranks that is validated and chosen."""
-
-    def bound(self, workspace: Workspace[Any], ran: plan.Plan, group: GroupRef) -> Launch:
-        """How ones like it are made in its workspace."""
-        ...
+#: Of a call between CPU ranks that is validated and chosen: how ones like it are made in its workspace.
+HostCall: TypeAlias = Callable[[Workspace[Any], plan.Plan, GroupRef], Launch]
 
 
 class _Remembered(NamedTuple):
     """What a workspace keeps of a call. ``preferred``: the kernel that ``forced`` asked for."""
 
     how: PreparedLaunch | HostCall
-    launcher: Launcher | Caller | None  # of a call on CUDA
+    launcher: Any  # of a call on CUDA
     plan: plan.Plan
     profitable: bool
     preferred: str | None
@@ -323,7 +316,7 @@ def _find(
             if plan.should_fuse(found.profitable):
                 how, guard = found.how, guards_of(tensors)
                 if not isinstance(how, PreparedLaunch):
-                    return CachedCall(group, how.bound(workspace, found.plan, group), guard)
+                    return CachedCall(group, how(workspace, found.plan, group), guard)
                 deadline = timeout(group_name, found.timeout_ns)
                 on, double = (stream, *steps_on(device, stream)), kind in AROUND_MATMULS
                 launch = launch_on_stream(workspace, how, found.plan, deadline, on, is_double_buffered=double)
@@ -331,46 +324,36 @@ def _find(
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchedCall:
-    """A call on the slow path.
+def remember_call(
+    op: str,
+    known: Known,
+    used: Sequence[Tensor],
+    results: Sequence[Tensor] | None,
+    ready: PreparedKernel,
+    alignment: int = ALIGNMENT,
+) -> None:
+    """Such a call was made on the slow path: the next one like it may be launched at once, unless tensors are copied.
 
-    Attributes:
-        arguments: as ``launch_again`` is asked for them.
-        given: the tensors as the caller gave them.
-        used: as the kernels took them. Where one was copied, the next one must be copied, too.
+    Args:
+        known: with the arguments as ``launch_again`` is asked for them.
+        used: these as the kernels took them. Where one was copied, the next one must be copied, too.
         results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
             None: the first one of the tensors was written.
         alignment: bytes, of all addresses that the kernels take.
     """
-
-    op: str
-    arguments: Hashable
-    given: Sequence[Tensor]
-    used: Sequence[Tensor]
-    results: Sequence[Tensor] | None
-    alignment: int = ALIGNMENT
-
-
-def remember_call(
-    call: LaunchedCall,
-    workspace: Workspace[Any],
-    launcher: Launcher | Caller,
-    ran: plan.Plan,
-    profitable: bool = True,
-) -> None:
-    """``call`` was made on ``workspace``: the next one like it may be launched at once, unless tensors are copied.
-    ``profitable``: it is fused also where ``forced`` does not ask for it."""
-    if any(g.data_ptr() != u.data_ptr() for g, u in zip(call.given, call.used, strict=True)):
+    if known is None:
         return
-    results = tuple((tuple(r.shape), r.stride(), r.dtype) for r in call.results or ())
-    shape = None
+    arguments, given = known
+    if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
+        return
+    made = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results or ())
+    shape, (workspace, launcher, ran, profitable) = None, ready
     if flight_recorder.calls is not None:
-        shape = flight_recorder.shape_of(call.op, call.given[-1:] if call.results is None else call.given)
-    calls, empty = isinstance(launcher, Caller), empty_on(call.given[0].device)
+        shape = flight_recorder.shape_of(op, given[-1:] if results is None else given)
+    calls, empty = isinstance(launcher, Caller), empty_on(given[0].device)
     grids: Grids = getattr(launcher, "grids", ())
-    how = PreparedLaunch(launcher, calls, results, empty, grids, shape, call.results is None, call.alignment)
-    _keep(workspace, key_of(call.op, call.arguments, call.given), how, ran, profitable)
+    how = PreparedLaunch(launcher, calls, made, empty, grids, shape, results is None, alignment)
+    _keep(workspace, key_of(op, arguments, given), how, ran, profitable)
 
 
 def remember_host_call(key: Hashable, workspace: Workspace[Any], call: HostCall, ran: plan.Plan) -> None:

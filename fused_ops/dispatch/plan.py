@@ -103,7 +103,6 @@ class GraphTurn:
         this_thread.workspaces = self._before
 
 
-HOPPER_SMS = cuda_state.HOPPER_SMS
 _unfused_calls = 0
 this_thread = _ThisThread()
 _KERNELS = "push", "one_shot", "copy_engine"  # around matmuls of 16 and of 8 bits

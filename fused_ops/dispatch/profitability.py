@@ -29,7 +29,7 @@ from ...kernels.matmul_all_gather.configs import (
 )
 from ...kernels.matmul_all_reduce import configs as few_rows
 from ...kernels.matmul_reduce_scatter import configs as scatter
-from .plan import HOPPER_SMS
+from ...symm_mem.backends.cuda_state import HOPPER_SMS
 
 OPS = (
     "all_gather_matmul",
@@ -123,10 +123,12 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     if op == "matmul_all_gather":
         saves = copied_pieces_save_us(_pieces_of(candidate)) > 0
         return None if saves else f"too little is multiplied and gathered ({m} x {k} @ {k} x {n})"
-    if candidate.scaled is not None:
-        return _why_not_scaled(candidate, candidate.scaled)
+    if candidate.scaled is not None and 0 in (m, n, k):
+        return f"of [{m}, {k}] and [{k}, {n}] one is empty"
     if last_dim and (reason := _why_not_last_dim(candidate)) is not None:
         return reason
+    if candidate.scaled is not None:
+        return None if _saved(candidate) > 0 else _too_little(candidate)
     gathers = op == "all_gather_matmul"
     # Of a rank's shard, or of its result.
     rows = m if last_dim else m // world_size
@@ -168,25 +170,13 @@ def why_not_async(part_bytes: int, device_type: str) -> str | None:
     Args:
         part_bytes: what each rank sends to each.
     """
-    if (
-        device_type == "cuda"
-        and (reason := why_no_kernel_on("async_collectives", _current_gpu())) is not None
-    ):
-        return reason
+    if device_type == "cuda" and (why := why_no_kernel_on("async_collectives", _current_gpu())) is not None:
+        return why
     if part_bytes % _ROW:
         return f"parts of {part_bytes} bytes are no multiple of {_ROW}"
     if part_bytes < _LEAST_ASYNC:
         return f"parts of {part_bytes} bytes are less than {_LEAST_ASYNC}"
     return None
-
-
-def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str | None:
-    m, n, k = candidate.m, candidate.n, candidate.k
-    if 0 in (m, n, k):
-        return f"of [{m}, {k}] and [{k}, {n}] one is empty"
-    if candidate.last_dim and (reason := _why_not_last_dim(candidate)) is not None:
-        return reason
-    return None if _saved(candidate) > 0 else _too_little(candidate)
 
 
 def _why_not_last_dim(candidate: FusionCandidate) -> str | None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.collective.rounds import RoundsConfig, choose_rounds, rounds_layout
+from ...kernels.device.collective.rounds import choose_rounds, rounds_layout
 from ...kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
 from ...kernels.device.comm.ll_exchange import in_turn
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
-from .choice import Choice, launch_exchange, prepare_kernel, remember, unfused
-from .launch_cache import PreparedKernel, launch_again, overlap
+from .choice import Choice, launch_exchange, prepare_kernel, unfused
+from .launch_cache import PreparedKernel, launch_again, overlap, remember_call
 from .plan import num_sms, sends_in_turn
 from .stream_order import in_stream_order
 from .workspaces import ALL_REDUCE
 
 if TYPE_CHECKING:
-    from ...kernels.device.collective.launch import CollectiveLauncher, SlicesProblem
+    from ...kernels.device.collective.launch import CollectiveLauncher
     from ...kernels.device.jit.program import Function, Program
 
 KINDS = (ALL_REDUCE,)  #: of workspaces: that of all exchanges without products
@@ -99,11 +99,6 @@ class StandAlone:
         return in_one_piece and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-class _How(NamedTuple):
-    problem: SlicesProblem
-    config: RoundsConfig
-
-
 def choose_alone(call: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) -> Choice:
     """The choice for such calls on CUDA, in workspaces of a kind."""
     from ...kernels.device.collective import launch
@@ -122,7 +117,7 @@ def choose_alone(call: StandAlone, group: ProcessGroup, kind: str = ALL_REDUCE) 
         layout=rounds_layout(problem.vectors, world_size, config),
         predicted_us=estimate(nbytes, world_size),
         programs=lambda: [call.program(world_size, group.rank())],
-        how=_How(problem, config),
+        how=(problem, config),
     )
 
 
@@ -159,7 +154,7 @@ def run_alone(choice: Choice, where: Heap, call: StandAlone) -> Tensor:
             out = x.new_empty(call.shape)
         launch_exchange(ready, call.op, where, (source,), (out,))
     used, results = ([source], [out]) if into is None else ([out, source], None)
-    remember(choice, call.op, used, results, ready, alignment=1)
+    remember_call(call.op, choice.known, used, results, ready, alignment=1)
     return out
 
 

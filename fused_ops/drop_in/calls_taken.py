@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -32,10 +31,5 @@ class CallsTaken:
         return f"{self.op}: {self.count} call{'s' * (self.count != 1)} by {self.by}{more}"
 
 
-def calls_of(counts: Mapping[tuple[str, str, str], int]) -> tuple[CallsTaken, ...]:
-    """What was counted by op, taker and reason."""
-    return tuple(CallsTaken(*key, count) for key, count in counts.items())
-
-
-#: Of this process. Threads may lose a count to each other: it is not worth a lock in each call.
+#: Of this process, by op, taker and reason. Threads may lose a count: that is not worth a lock in each call.
 counts: Counter[tuple[str, str, str]] = Counter()

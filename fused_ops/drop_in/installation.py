@@ -17,7 +17,7 @@ import torch.compiler.config
 from ...symm_mem.switches import is_on
 from ..library import compiled
 from .all_to_all_vdev import EXCHANGES, exchange_on_weft
-from .calls_taken import CallsTaken, calls_of, counts
+from .calls_taken import CallsTaken, counts
 from .symm_mem_ops import DEVICES, OPS, Switch, matmul_on_weft
 
 #: Part of the key of torch.compile's caches: a graph is ordered otherwise. These ops have a group's name only, and a
@@ -116,7 +116,7 @@ def installed_calls(*, clear: bool = False) -> tuple[CallsTaken, ...]:
     Returns:
         one entry for each op, taker and reason. A captured graph that is replayed counts once.
     """
-    taken = calls_of(counts)
+    taken = tuple(CallsTaken(*key, count) for key, count in counts.items())
     if clear:
         counts.clear()
     return taken

@@ -38,7 +38,7 @@ def register_transformers_experts() -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register("weft", experts_forward)
+    ALL_EXPERTS_FUNCTIONS.register("weft", run_experts)
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError:  # 5.17 has none
@@ -46,9 +46,7 @@ def register_transformers_experts() -> None:
     EPImplementationInterface.register("weft", ExpertsOfRanks)
 
 
-def experts_forward(
-    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def run_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of the forward of its experts, with [T, H], [T, k] and [T, k].
 
     An id that is no expert of this rank goes nowhere, as of experts that are placed by rank.

@@ -55,10 +55,8 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
     layers = {path: m for path, m in module.named_modules() if isinstance(m, ParallelLayer)}
     for path, layer in layers.items():
-        if (
-            problem := group_checks.why_of_another_rank(layer.group, layer.rank, layer.world_size)
-        ) is not None:
-            raise ValueError(f"module: {path!r}, {problem}" if path else problem)
+        if (why := group_checks.why_of_another_rank(layer.group, layer.rank, layer.world_size)) is not None:
+            raise ValueError(f"module: {path!r}, {why}" if path else why)
     owners = {
         id(parameter): (layer, cut)
         for path, layer in layers.items()

@@ -23,12 +23,7 @@ class ParallelExperts(ParallelLayer):
     cut: int  # the dimension of an expert's weight [.., out_features, in_features] that is cut
 
     def __init__(
-        self,
-        sizes: tuple[int, int, int],
-        group: Group,
-        bias: bool,
-        how: tuple[bool, bool, bool],
-        factory: Factory,
+        self, sizes: tuple[int, ...], group: Group, bias: bool, how: tuple[bool, bool, bool], factory: Factory
     ) -> None:
         """As the layers document it. ``sizes``: in_features, out_features and num_experts; ``how``: gated,
         expert_parallel and sequence_parallel."""

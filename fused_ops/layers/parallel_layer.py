@@ -60,12 +60,10 @@ class ParallelLayer(nn.Module):
 
     def _make_parameters(self, own: list[int], bias: list[int] | None, factory: Factory) -> None:
         """Of these sizes; ``bias``: None without one."""
-        made = (
-            None if sizes is None else nn.Parameter(torch.empty(sizes, device=factory[0], dtype=factory[1]))
-            for sizes in (own, bias)
-        )
-        for name, parameter in zip(("weight", "bias"), made, strict=True):
-            self.register_parameter(name, parameter)
+        device, dtype = factory
+        for name, sizes in (("weight", own), ("bias", bias)):
+            made = None if sizes is None else nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+            self.register_parameter(name, made)
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """A view of this rank's part of the whole layer's parameter of that name."""

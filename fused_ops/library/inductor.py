@@ -120,11 +120,8 @@ def _keeps_old(copy: fx.Node) -> bool:
     """Whether it is torch's copy of all that an input's storage holds, whose new value is written back at the end."""
     (old,) = copy.all_input_nodes
     given, held = _views_of(old)[-1], old.meta["val"]
-    if (
-        given.op != "placeholder"
-        or held.dim() != 1
-        or held.untyped_storage().nbytes() != held.numel() * held.itemsize
-    ):
+    is_all = held.dim() == 1 and held.untyped_storage().nbytes() == held.numel() * held.itemsize
+    if given.op != "placeholder" or not is_all:
         return False
     return any(user.target is torch.ops.aten.copy_.default and user.args[0] is given for user in given.users)
 
@@ -165,11 +162,9 @@ def _exchange(copy: fx.Node, call: fx.Node) -> None:
 
     changed = [node for node in graph.nodes if node in later and any(map(_is_of, node.all_input_nodes))]
     for node in changed:
-        stays = (
-            node.target is torch.ops.aten.copy_.default and node.args[0] is given
-        )  # written back to the tensor
+        back = node.target is torch.ops.aten.copy_.default and node.args[0] is given  # written to the tensor
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: other(n) if _is_of(n) else n)
-        if stays:
+        if back:
             args = (given, *args[1:])
         if node is call:
             written(call.target, args, kwargs, call)

@@ -16,12 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 from ..dispatch.choice import CHOOSERS
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import OPS, Op
-from ..ops.experts.local import LOCAL_OPS
-from ..ops.gradients import AUTOCAST
-from ..ops.op import tensors_given
+from ..ops.gradients import AUTOCAST, refuse_gradient
+from ..ops.op import LOCAL_OPS, tensors_given
 from . import group_checks, schema
-from .implement import implement
-from .unsupported import refuse_derivative_in_transform, refuse_unsupported
+from .implement import implement, refuse_derivative_in_transform, refuse_unsupported
 
 _log = logging.getLogger("weft.ops")
 _said: set[str] = set()  # ops that have met autocast with what it would cast
@@ -87,6 +85,8 @@ def _autograd(op: Op) -> Callable[[Any], Any]:
 
     def call_with_autograd(call: Any) -> Any:
         if _wants_grad(op.name, tensors_given(call)):
+            if isinstance(op.with_gradient, str):
+                refuse_gradient(op.validate, call, op.with_gradient)
             return op.with_gradient(call)
         if op.functional is not None and any(t.is_neg() for t in tensors_given(call)):
             # What resolves that below has no way with ops that return nothing.
@@ -120,6 +120,6 @@ for _op in OPS:
         register_flop_formula(_op.overload.overloadpacket)(_op.flops)
 # Which send nothing.
 for _name, _gradient in LOCAL_OPS.items():
-    refuse_unsupported(schema.lib, _name)
+    refuse_unsupported(_name)
     if _gradient is not None:
         schema.lib.impl(_name, _local_autograd(_name, _gradient), "Autograd")

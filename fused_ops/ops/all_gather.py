@@ -1,4 +1,4 @@
-"""one_shot_all_gather: from the op's tensor to a kernel's, and back."""
+"""one_shot_all_gather and one_shot_gather: from the op's tensor to a kernel's, and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.all_gather import INTO, OP
-from ...kernels.all_gather.reference import as_bytes, reference_all_gather, reference_all_gather_uneven
-from ...kernels.device.collective.host_exchange import exchange_layout, gather
+from ...kernels.all_gather import INTO, OP, TO_ROOT
+from ...kernels.all_gather.reference import (
+    as_bytes,
+    reference_all_gather,
+    reference_all_gather_uneven,
+    reference_gather,
+)
+from ...kernels.device.collective.host_exchange import exchange_layout, gather, gather_to
 from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
@@ -43,7 +48,7 @@ class AllGatherCall(NamedTuple):
         return shape
 
 
-def validate_gathered(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
+def _validate(call: Any) -> tuple[Any, ProcessGroup]:
     """The call with a dimension that is not negative, and the group."""
     group, x = resolve_group(call.group_name), call.x
     validation.has_dimensions("x", x)
@@ -122,14 +127,11 @@ def run_all_gather(
     out: Tensor | None = None,
     op: str = OP,
 ) -> Tensor:
-    """As the op, or as a part of a call of ``op``; the call is what validation returns.
-
-    Args:
-        out: what the result is written to, and then returned; of its shape, with any strides.
-    """
+    """As the op, or as a part of a call of ``op``; the call is what validation returns. ``out``: what the result is
+    written to, and then returned; of its shape, with any strides."""
     op = op if out is None else INTO
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         if call.counts is None:
             done = reference_all_gather(call.x, call.gather_dim, group)
         else:
@@ -158,17 +160,10 @@ def _unevenly(call: AllGatherCall, gather: Callable[[Tensor, list[int]], Tensor]
     return with_dim_in_front(stacked.view(x.dtype), dim, call.whole_shape(0))
 
 
-def _gradient(
-    grad: Tensor,
-    gather_dim: int,
-    group_name: str,
-    group_size: int | None,
-    counts: Sequence[int] | None,
-    group_rank: int | None,
-) -> Any:
+def _gradient(grad: Tensor, gather_dim: int, group_name: str, *of_ranks: Any) -> Any:
+    named = dict(zip(("group_size", "counts", "group_rank"), of_ranks, strict=True))
     if grad.dtype not in validation.DTYPES:
-        return gradients.reduce_scatter(grad, gather_dim, group_name, counts)
-    named = {"group_size": group_size, "counts": counts, "group_rank": group_rank}
+        return gradients.reduce_scatter(grad, gather_dim, group_name, named["counts"])
     return torch.ops.weft.one_shot_reduce_scatter(grad, "sum", gather_dim, group_name, **named)
 
 
@@ -176,7 +171,7 @@ ALL_GATHER: Op = Op(
     "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None, SymInt[]? counts=None,"
     " int? group_rank=None) -> Tensor",
     record=AllGatherCall,
-    validate=validate_gathered,
+    validate=_validate,
     fake=lambda call, group: call.x.new_empty(call.whole_shape(group.size())),
     kernel="all_gather",
     sends_nothing=lambda call, group: sends_no_counts(call.x, call.gather_dim, call.counts),
@@ -190,4 +185,74 @@ ALL_GATHER: Op = Op(
 )
 ALL_GATHER_OUT = writing_out(
     ALL_GATHER, lambda call, group: call.whole_shape(group.size()), {"x": "gather_dim"}
+)
+
+
+class GatherCall(NamedTuple):
+    x: Tensor
+    gather_dim: int
+    root: int
+    group_name: str
+    group_size: int | None = None
+    counts: Sequence[int] | None = None
+    group_rank: int | None = None
+
+    def counts_of(self, group: ProcessGroup) -> Sequence[int]:
+        """All ranks' sizes in ``gather_dim``, which is not negative."""
+        return self.counts or [self.x.shape[self.gather_dim]] * group.size()
+
+    def result_shape(self, group: ProcessGroup) -> list[int]:
+        shape = list(self.x.shape)
+        shape[self.gather_dim] = sum(self.counts_of(group)) if group.rank() == self.root else 0
+        return shape
+
+
+def _validate_to_root(call: GatherCall) -> tuple[GatherCall, ProcessGroup]:
+    """The same, of a call with a root."""
+    call, group = _validate(call)
+    if not 0 <= call.root < group.size():
+        raise ValueError(f"root: is {call.root}, must be from 0 to {group.size() - 1}, a rank of the group")
+    validation.rank_of_graph(call.group_rank, group)
+    return call, group
+
+
+def _choose_to_root(call: GatherCall, group: ProcessGroup) -> Choice:
+    """The call is what validation returns."""
+    if call.x.device.type == "cpu":
+        return on_host(exchange_layout(max(bytes_of_ranks(call, call.counts_of(group))), group.size()))
+    if len(set(call.counts_of(group))) > 1:
+        return unfused(UNEVEN)
+    return choose_alone(_alone_to_root(call, group), group)
+
+
+def _alone_to_root(call: GatherCall, group: ProcessGroup) -> StandAlone:
+    x, shape = call.x, call.result_shape(group)
+    return StandAlone(TO_ROOT, TO_ROOT, [x], shape, x.shape, gather_dim=call.gather_dim, root=call.root)
+
+
+def run_gather(choice: Choice, where: Heap, call: GatherCall, group: ProcessGroup) -> Tensor:
+    """As the op; the call is what validation returns."""
+    if choice.algorithm == "push":
+        return run_alone(choice, where, _alone_to_root(call, group))
+    x, dim, shape = call.x, call.gather_dim, call.result_shape(group)
+    sent, sizes = as_bytes(x.movedim(dim, 0).contiguous()), bytes_of_ranks(call, call.counts_of(group))
+    if choice.is_unfused:
+        ran(choice.plan_of())
+        stacked = reference_gather(sent, sizes, call.root, group) if sum(sizes) else sent
+    else:
+        stacked = gather_to(choice.begin_on(where), sent, sizes, call.root, TO_ROOT)
+    return with_dim_in_front(stacked.view(x.dtype), dim, shape)
+
+
+GATHER = replace(
+    ALL_GATHER,
+    schema="one_shot_gather(Tensor x, int gather_dim, int root, str group_name, *, int? group_size=None,"
+    " SymInt[]? counts=None, int? group_rank=None) -> Tensor",
+    record=GatherCall,
+    validate=_validate_to_root,
+    fake=lambda call, group: call.x.new_empty(call.result_shape(group)),
+    choose=_choose_to_root,
+    run=run_gather,
+    known_by=lambda call: known_with_counts(call, (call.gather_dim, call.root)),
+    with_gradient=": the other ranks have no result of which they could ask for it; pass x.detach()",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,6 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.choice import Choice, choose_kernel, host_or, launch_kernel
-from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from . import gradients
@@ -71,9 +70,7 @@ def _choose_on_cuda(call: AllGatherMatmulCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is gathered and multiplied")
 
 
-def run_all_gather_matmul(
-    choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup
-) -> Result:
+def _run(choice: Choice, where: Heap, call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -107,15 +104,6 @@ def _on_cuda(choice: Choice, where: Heap, call: AllGatherMatmulCall) -> Result:
 
     outs = launch_kernel(choice, where, OP, lambda written: [*map(shaped, written)])
     return (outs.pop() if call.return_A else None), outs
-
-
-def _known_by(call: AllGatherMatmulCall) -> tuple[Hashable, Sequence[Tensor]]:
-    return (call.gather_dim, call.return_A), (call.A_shard, *call.Bs)
-
-
-def _again(call: AllGatherMatmulCall) -> Result | None:
-    results = launch_again(OP, *_known_by(call), call.group_name)
-    return None if results is None else ((results.pop() if call.return_A else None), results)
 
 
 def empty_gathered(
@@ -194,9 +182,8 @@ ALL_GATHER_MATMUL = Op(
     fake=_fake,
     kernel="all_gather_matmul",
     choose=host_or(lambda call, group: call.A_shard.nbytes, _choose_on_cuda),
-    run=run_all_gather_matmul,
-    known_by=_known_by,
-    again=_again,
+    run=_run,
+    known_by=lambda call: ((call.gather_dim, call.return_A), (call.A_shard, *call.Bs)),
     with_gradient=_with_gradient,
     flops=gathered_matmul_flops,
     own_dims={"Bs": (1,)},

@@ -26,11 +26,10 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import scaled_calls, validation
 from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kernel, unfused
-from ..dispatch.launch_cache import launch_again
 from ..dispatch.plan import num_sms, preferred_between
 from ..dispatch.staging import Staging, aligned, rows_of
 from ..scaled_calls import NO_GRADIENT, AllGatherScaledMatmulCall, ScaledGather, ScaledRows
-from . import all_gather_matmul, gradients
+from . import all_gather_matmul
 from .all_gather import AllGatherCall, run_all_gather
 from .op import Op
 
@@ -59,22 +58,13 @@ def _validate(call: AllGatherScaledMatmulCall) -> tuple[AllGatherScaledMatmulCal
         raise ValueError(
             f"gather_dim: is the last dimension, of {k}, which must be a multiple of {BLOCK} for block-wise scales"
         )
-    out_dtypes = [
-        scaled_calls.output_dtype(f"out_dtypes[{i}]", value) for i, value in enumerate(call.out_dtypes)
-    ]
+    out_dtypes = [scaled_calls.output_dtype(f"out_dtypes[{i}]", x) for i, x in enumerate(call.out_dtypes)]
     for i, (B, scale) in enumerate(zip(call.Bs, call.B_scales, strict=True)):
         scaled_calls.validate_scale(f"B_scales[{i}]", scale, A, "A_shard")
         scaled_calls.validate_scale_of_B(f"B_scales[{i}]", scale, rows, call.A_scale, B)
         scaled_calls.validate_bias(f"biases[{i}]", call.biases[i], B.shape[1], out_dtypes[i], A)
         scaled_calls.validate_result_scale(f"result_scales[{i}]", call.result_scales[i], A)
     return call._replace(gather_dim=dim, out_dtypes=out_dtypes), rows, group
-
-
-def _again(call: AllGatherScaledMatmulCall) -> Result | None:
-    if (known := _known_by(call)) is None:
-        return None
-    results = launch_again(OP, *known, call.group_name)
-    return None if results is None else ((results.pop() if call.return_A else None), results)
 
 
 def _known_by(call: AllGatherScaledMatmulCall) -> Known:
@@ -102,7 +92,7 @@ def _host_bytes(call: AllGatherScaledMatmulCall, rows: ScaledRows, group: Proces
     return max(gather.a.nbytes, 0 if gather.sent is None else gather.sent.nbytes)
 
 
-def run_all_gather_scaled_matmul(
+def _run(
     choice: Choice, where: Heap, call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
 ) -> Result:
     """As the op; call and rows are what validation returns."""
@@ -231,10 +221,9 @@ ALL_GATHER_SCALED_MATMUL = Op(
     fake=_fake,
     kernel="all_gather_scaled_matmul",
     choose=host_or(_host_bytes, _choose_on_cuda),
-    run=run_all_gather_scaled_matmul,
+    run=_run,
     known_by=_known_by,
-    again=_again,
-    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
+    with_gradient=NO_GRADIENT,
     flops=lambda A, Bs, *given, **_: all_gather_matmul.gathered_matmul_flops(A, Bs, *given[2:4]),
     own_dims={"Bs": (1,), "B_scales": (-1,), "biases": (-1,), "result_scales": (-1,)},
 )

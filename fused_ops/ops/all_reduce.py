@@ -17,12 +17,12 @@ from ...symm_mem import resolve_group
 from ...symm_mem.heap.heap import Heap
 from .. import validation
 from ..dispatch.all_reduces import choose_sum, prepare_all_reduce
-from ..dispatch.choice import Choice, launch_exchange, remember, unfused
-from ..dispatch.launch_cache import PreparedKernel
+from ..dispatch.choice import Choice, launch_exchange, unfused
+from ..dispatch.launch_cache import PreparedKernel, remember_call
 from ..dispatch.plan import heap_or_reason, ran
 from ..dispatch.stand_alone import KINDS
 from ..dispatch.stream_order import in_stream_order
-from .gradients import OneTensorFunction, refuse_gradient
+from .gradients import OneTensorFunction
 from .op import Op
 
 BOTH = (OP, IN_PLACE)  #: the ops that are prepared with each other
@@ -60,7 +60,7 @@ def run_by_choice(
     """As the op, by a choice; ``op``: whose call it is, for errors."""
     x, reduce_op = call.x, call.reduce_op
     if where is None or choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         result = reference_all_reduce(x, reduce_op, group)
         return result if out is None else out.copy_(result)
     source = x.contiguous()
@@ -71,7 +71,7 @@ def run_by_choice(
         reduce_parts(workspace, [source.view(-1)] * where.world_size, out.view(-1), reduce_op, op)
         return out
     prepared = all_reduce_on_cuda(choice, where, (source, out), reduce_op, op)
-    remember(choice, op, [source], None if out is x else [out], prepared, alignment=1)
+    remember_call(op, choice.known, [source], None if out is x else [out], prepared, alignment=1)
     return out
 
 
@@ -88,18 +88,15 @@ def sum_without_kernel(
         total = run_by_choice(unfused(own), None, call, group, op=op)
     else:
         total = run_by_choice(choose_sum(x, reduce_op, group), own, call, group, op=op)
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return total
 
 
 def all_reduce_on_cuda(
     choice: Choice, where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, op: str
 ) -> PreparedKernel:
-    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous.
-
-    Args:
-        op: whose call it is, for errors.
-    """
+    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous. ``op``: whose call it
+    is, for errors."""
     x, out = tensors
     with in_stream_order(x.device):
         prepared = prepare_all_reduce(choice, where, x, reduce_op)
@@ -139,8 +136,6 @@ ALL_REDUCE_IN_PLACE = replace(
     validate=validate_in_place,
     fake=lambda *_: None,
     run=_run_in_place,
-    with_gradient=lambda call: refuse_gradient(
-        validate_in_place, call, " where it is overwritten; use one_shot_all_reduce"
-    ),
+    with_gradient=" where it is overwritten; use one_shot_all_reduce",
     functional=(ALL_REDUCE, lambda call: call),
 )

@@ -253,7 +253,7 @@ def layer_norm_known_by(call: AllReduceLayerNormCall) -> Known:
 
 
 def _norm(schema: str, record: Callable[..., Any], known_by: Callable[[Any], Known]) -> Op:
-    op = Op(
+    op: Op = Op(
         schema,
         record=record,
         validate=lambda call: (call, validate_all_reduce_norm(call)),

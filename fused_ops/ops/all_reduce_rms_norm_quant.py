@@ -13,14 +13,11 @@ from ...kernels.all_reduce_rms_norm import QUANT
 from ...kernels.all_reduce_rms_norm.quant import SCALE_OPS, QuantKind, default_smallest
 from ...kernels.all_reduce_rms_norm.reference import Affine, NormKind
 from ...kernels.device.gemm.scaling import FP8
-from ...symm_mem.heap.heap import Heap
 from .. import validation
-from ..dispatch.choice import Choice
 from ..dispatch.launch_cache import launch_again
 from ..dispatch.stand_alone import KINDS
 from ..scaled_calls import validate_scale
 from .all_reduce_rms_norm import NormOperands, choose_norm, run_norm, validate_all_reduce_norm
-from .gradients import refuse_gradient
 from .op import Op
 
 # In fp8, the rows' scales if none is given, and the sums.
@@ -105,13 +102,6 @@ def _again(call: AllReduceRmsNormQuantCall) -> QuantResult | None:
     return None if results is None else _quant_result(results)
 
 
-def run_all_reduce_rms_norm_quant(
-    choice: Choice, where: Heap | None, call: AllReduceRmsNormQuantCall, group: ProcessGroup
-) -> QuantResult:
-    """As the op, of what ``_validate`` returns."""
-    return _quant_result(run_norm(choice, where, call, group))
-
-
 def _quant_result(written: Sequence[Tensor]) -> QuantResult:
     quantized, *scales, sums = written
     return quantized, (scales[0] if scales else None), sums
@@ -133,10 +123,8 @@ ALL_REDUCE_RMS_NORM_QUANT = Op(
     fake=_fake,
     kernel="all_reduce_rms_norm_quant",
     choose=choose_norm,
-    run=run_all_reduce_rms_norm_quant,
+    run=lambda *given: _quant_result(run_norm(*given)),
     known_by=quant_known_by,
     again=_again,
-    with_gradient=lambda call: refuse_gradient(
-        _validate, call, ": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm"
-    ),
+    with_gradient=": a norm in fp8 has none; detach it, or call fused_all_reduce_rms_norm",
 )

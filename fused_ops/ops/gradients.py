@@ -15,8 +15,6 @@ from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 _collectives = torch.ops._c10d_functional
-#: Why an op that writes its result to a given tensor has no gradient.
-INTO = " where the result is written to a given tensor"
 
 
 class OneTensorFunction(torch.autograd.Function):
@@ -24,14 +22,13 @@ class OneTensorFunction(torch.autograd.Function):
     the other arguments."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, op: Any, gradient: Callable[..., Tensor], call: Any, x: Tensor) -> Any:
         if (reduce_op := getattr(call, "reduce_op", "sum")) in ("max", "min"):
             raise ValueError(
                 f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
             )
         ctx.gradient, ctx.arguments = gradient, call[1:]
-        done: Tensor = op.run_below_autograd(call)
-        return done
+        return op.run_below_autograd(call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -101,10 +98,6 @@ def product_beside(choice: Choice, A: Tensor, B: Tensor) -> Tensor:
     return matmul_without_autocast(A, B)
 
 
-def flat_rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2)
-
-
 def is_transposed_matrix(B: Tensor) -> bool:
     """Of what an op has taken for a matrix: it refuses other shapes."""
     return B.stride(0) == 1 and B.stride(1) == B.shape[0]
@@ -115,7 +108,7 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
     A, grad: [..., K] and [..., N], of all rows.
     """
-    x, g = flat_rows(A), flat_rows(grad)
+    x, g = A.flatten(0, -2), grad.flatten(0, -2)
     return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
 
 
@@ -152,10 +145,9 @@ class SumOverRanks(torch.autograd.Function):
     """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group_name: str, size: int | None) -> Any:
         ctx.group = group_name, size
-        total: Tensor = torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
-        return total
+        return torch.ops.weft.one_shot_all_reduce(x, "sum", group_name, group_size=size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -29,14 +29,14 @@ from ..dispatch.choice import (
     launch_exchange,
     launch_kernel,
     prepare_kernel,
-    remember,
 )
-from ..dispatch.launch_cache import PreparedKernel, launch_again
+from ..dispatch.launch_cache import PreparedKernel, launch_again, remember_call
 from ..dispatch.plan import num_sms, on, should_fuse
 from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
-from . import all_reduce, gradients
+from . import all_reduce
+from .gradients import ProductFunction, gradients_of_factors
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 
@@ -166,9 +166,7 @@ def _one_kernel(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice | None
     return None if choice.is_unfused else choice
 
 
-def run_matmul_all_reduce(
-    choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllReduceCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -195,10 +193,10 @@ def _run_two_kernels(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> 
     a = A.flatten(0, -2)
     out = a.new_empty(a.shape[0], B.shape[1])
     torch.mm(a, B, out=out)
-    workspace, kernel, both = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
+    workspace, kernel, both, _ = all_reduce.all_reduce_on_cuda(choice, where, (out, out), reduce_op, OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     ready = PreparedKernel(workspace, _MatmulThenSum(workspace, kernel), both)
-    remember(choice, OP, (A, B), [shaped], ready, alignment=1)
+    remember_call(OP, choice.known, (A, B), [shaped], ready, alignment=1)
     return shaped
 
 
@@ -217,24 +215,23 @@ def _run_few_rows(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Ten
         out = a.new_empty(a.shape[0], b.shape[1])
         launch_exchange(ready, OP, where, (a, b), (out,))
     shaped = out.view(*A.shape[:-1], b.shape[1])
-    remember(choice, OP, (a, b), [shaped], ready, profitable=how.profitable)
+    remember_call(OP, choice.known, (a, b), [shaped], ready._replace(profitable=how.profitable))
     return shaped
 
 
 def _run_one_kernel(choice: Choice, where: Heap, call: MatmulAllReduceCall) -> Tensor:
     shape = *call.A.shape[:-1], call.B.shape[1]
 
-    def as_one_part(used: ScatterKernelCall) -> ScatterKernelCall:
-        return replace(used, a=used.a.unsqueeze(0).unsqueeze(0))
-
-    (out,) = launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)], as_one_part)
-    return out
+    return launch_kernel(
+        *(choice, where, OP, lambda made: [made[0].view(shape)]),
+        lambda used: replace(used, a=used.a.unsqueeze(0).unsqueeze(0)),  # one part of one batch
+    )[0]
 
 
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, reduce_op: str, *of_group: Any) -> Any:
     name, size = of_group
     total = torch.ops.weft.one_shot_all_reduce(grad, reduce_op, name, group_size=size)
-    return gradients.gradients_of_factors(total, A, B, transposed)
+    return gradients_of_factors(total, A, B, transposed)
 
 
 MATMUL_ALL_REDUCE: Op = Op(
@@ -245,12 +242,10 @@ MATMUL_ALL_REDUCE: Op = Op(
     kernel="matmul_all_reduce",
     sends_nothing=lambda call, group: 0 in (*call.A.shape[:-1], call.B.shape[1]),
     choose=host_or(lambda call, group: 4 * prod(_sizes(call.A, call.B)[:2]), _choose_on_cuda),
-    run=run_matmul_all_reduce,
+    run=_run,
     known_by=lambda call: (call.reduce_op, (call.A, call.B)),
     again=lambda call: fast_matmul_all_reduce(*call[:4]),
-    with_gradient=lambda call: gradients.ProductFunction.apply(
-        MATMUL_ALL_REDUCE, _gradients, call, *call[:2]
-    ),
+    with_gradient=lambda call: ProductFunction.apply(MATMUL_ALL_REDUCE, _gradients, call, *call[:2]),
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,)},
 )

@@ -113,9 +113,7 @@ def _known_by(call: MatmulReduceScatterCall) -> Known:
     return how, (call.A, call.B, *(more or ()), *terms)
 
 
-def run_matmul_reduce_scatter(
-    choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm not in ("host", "unfused"):
         return _on_cuda(choice, where, call)
@@ -134,11 +132,6 @@ def run_matmul_reduce_scatter(
     for term in call.terms:
         own = own + term
     return own.to(call.out_dtype)
-
-
-def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
-    average, bias, residual = call.reduce_op == "avg", call.bias is not None, call.residual is not None
-    return Epilogue(call.out_dtype or call.A.dtype, average, bias, residual)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -176,9 +169,9 @@ def _choose_on_cuda(call: MatmulReduceScatterCall, group: ProcessGroup) -> Choic
     preferred = preferred_between(
         group, B.device, (size - 1) * prod(call.local_shape(size)) * A.element_size()
     )
-    used = ScatterKernelCall(
-        parts, b, num_sms(B.device), _epilogue(call), call.terms, split_n, more, preferred
-    )
+    terms = call.bias is not None, call.residual is not None
+    epilogue = Epilogue(call.out_dtype or A.dtype, call.reduce_op == "avg", *terms)
+    used = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n, more, preferred)
     if not on_cuda.adds_products(used, size):
         return _choose_on_cuda(call.stacked, group)
     too_little = "too little is multiplied and scattered"
@@ -199,16 +192,10 @@ def _on_cuda(choice: Choice, where: Heap, given: MatmulReduceScatterCall) -> Ten
 
 class MatmulReduceScatterFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: MatmulReduceScatterCall,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        *factors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, call: MatmulReduceScatterCall, bias: Any, residual: Any, *factors: Tensor) -> Any:
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
-        done: Tensor = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
+        done = MATMUL_REDUCE_SCATTER.run_below_autograd(call)
         ctx.has_own_bias = call.scatter_dim % call.A.dim() == call.A.dim() - 1
         _, _, _, *of_factors = ctx.needs_input_grad
         # Each for the gradient of the other one of its product.
@@ -225,7 +212,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         size = resolve_group(ctx.group_name).size()
         grad_bias = None
         if needs_bias:
-            grad_bias = gradients.flat_rows(grad).sum(0, dtype=torch.float32)
+            grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32)
             # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
             if not ctx.has_own_bias:
                 grad_bias = gradients.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)
@@ -268,7 +255,7 @@ MATMUL_REDUCE_SCATTER = Op(
     kernel="matmul_reduce_scatter",
     sends_nothing=lambda call, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
-    run=run_matmul_reduce_scatter,
+    run=_run,
     known_by=_known_by,
     with_gradient=lambda call: MatmulReduceScatterFunction.apply(
         call, call.bias, call.residual, *call.factors

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,9 +35,17 @@ from ..dispatch.choice import Choice, Known, unfused
 from ..dispatch.plan import Plan, heap_or_reason, on, this_thread, why_runs_unfused
 from ..dispatch.tensor_guards import needs_no_dispatch
 from ..dispatch.workspaces import AROUND_MATMULS
-from .gradients import INTO, refuse_gradient
+from .gradients import AUTOCAST
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def record_of(schema: str) -> Any:
+    """What makes calls of a schema: a NamedTuple of its arguments, in its order."""
+    arguments = schema[: schema.index(") -> ")].partition("(")[2].split(", ")
+    fields = [each.split()[-1].partition("=") for each in arguments if each != "*"]
+    defaults = [literal_eval(value) for _, there, value in fields if there]
+    return namedtuple("Call", [name for name, *_ in fields], defaults=defaults)  # type: ignore[misc]
 
 
 def tensors_given(call: Iterable[Any]) -> list[Tensor]:
@@ -58,23 +67,23 @@ class Op:
 
     Attributes:
         schema: as torch.library has it; the record's fields are its arguments.
-        record: makes a call: a NamedTuple of its arguments in the schema's order, with a ``group_name`` and a
-            ``group_size``. (A tuple takes a fourth of a dataclass's time.)
         validate: the call with what follows from it, what else follows from it, and the group. A ValueError or
             TypeError names the argument, what it was and what it must be. Real and fake calls ask it, so both refuse
             the same. Sizes may be symbolic: it looks at no data.
         fake: the results without data, of what ``validate`` returns.
         kernel: of an op of ``capability.KERNELS``.
+        record: makes a call: a NamedTuple of its arguments in the schema's order, with a ``group_name`` and a
+            ``group_size``. (A tuple takes a fourth of a dataclass's time.) By default one that is made of the schema.
         sends_nothing: whether, by the same, the ranks have nothing to send each other; by default where the first
             tensor has no element.
         choose: the ``Choice`` of the same, where the ranks can address each other's memory.
         run: the results, of a choice, the heap (None if that is unfused), and the same.
-        with_gradient: the results of a call of which a gradient is wanted; or it raises (``refuse_gradient``).
+        with_gradient: the results of a call of which a gradient is wanted; or why it has none (``refuse_gradient``).
         known_by: the arguments and tensors by which the launch cache knows such a call, as it was made; or None if it
             does not look for it.
         kinds: of workspaces in which it does.
         again: by ``known_by``, the results of a call like one before, where these are not those that kernels write, in
-            their order; else None, and nothing happened.
+            their order, with what is gathered in front; else None, and nothing happened.
         functional: of an op that writes to its first argument: the op that returns the same, and its call.
         flops: of shapes in place of tensors, if the op multiplies.
         own_dims: of arguments, the dimensions in which CPU ranks may have sizes of their own, since no rank sends them;
@@ -88,13 +97,13 @@ class Op:
     """
 
     schema: str
-    record: Callable[..., Any]
     validate: Callable[[Any], tuple[Any, ...]]
     fake: Callable[..., Any]
     kernel: str
     choose: Callable[..., Choice]
     run: Callable[..., Any]
-    with_gradient: Callable[[Any], Any]
+    with_gradient: Any
+    record: Any = None
     sends_nothing: Callable[..., bool] = lambda call, *_: call[0].numel() == 0
     known_by: Callable[[Any], Known] | None = None
     kinds: tuple[str, ...] = AROUND_MATMULS
@@ -106,6 +115,10 @@ class Op:
     own_by_counts: Mapping[str, str] = field(default_factory=dict)
     own_values: tuple[str, ...] = ()
     prepares: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.record is None:
+            object.__setattr__(self, "record", record_of(self.schema))
 
     @cached_property
     def name(self) -> str:
@@ -121,13 +134,22 @@ class Op:
         """Returns the results, if such a call was made before; else None, and nothing happened."""
         if self.again is not None or self.known_by is None:
             return self.again or (lambda call: None)
-        name, known_by, kinds, one = self.name, self.known_by, self.kinds, self.schema.endswith(" -> Tensor")
+        name, known_by, kinds, (*_, returns) = self.name, self.known_by, self.kinds, self.schema.split(" -> ")
+        one, gathers, exchanges = (
+            returns == each for each in ("Tensor", "(Tensor?, Tensor[])", "(Tensor, Tensor?)")
+        )
 
         def launched(call: Any) -> Any:
             if (known := known_by(call)) is None:
                 return None
             results = launch_cache.launch_again(name, *known, call.group_name, kinds)
-            return results[0] if one and results is not None else results
+            if results is None:
+                return None
+            if one:
+                return results[0]
+            if gathers:
+                return (results.pop() if call.return_A else None), results
+            return (results[0], results[1] if call.return_A else None) if exchanges else results
 
         return launched
 
@@ -209,7 +231,7 @@ def _checked_run(op: Op, call: Any) -> Any:
     done = op.run(choice if known is None else replace(choice, known=known), where, *found)
     if choice.algorithm == "host" and known is not None:
         arguments, tensors = known
-        again = _HostCall.of(op, choice, found[:-1], tensors)
+        again = _host_call(op, choice, found[:-1], tensors)
         key = launch_cache.key_of(op.name, arguments, tensors)
         launch_cache.remember_host_call(key, choice.workspace_on(where), again, this_thread.plan)
     return done
@@ -248,22 +270,13 @@ class _Part(NamedTuple):
         return _Part(kind, values, alone, lists)
 
 
-@dataclass(frozen=True, eq=False)
-class _HostCall:
-    """A call between CPU ranks that was made before: it is validated and chosen."""
+def _host_call(op: Op, how: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> launch_cache.HostCall:
+    """Of a call between CPU ranks that was made before: it is validated and chosen."""
+    numbers, in_place = {id(x): i for i, x in enumerate(tensors)}, op.functional is not None
+    parts = [_Part.of(value, numbers) for value in found]
 
-    op: Op
-    choice: Choice
-    parts: list[_Part]
-
-    @staticmethod
-    def of(op: Op, choice: Choice, found: Sequence[Any], tensors: Sequence[Tensor]) -> _HostCall:
-        numbers = {id(x): i for i, x in enumerate(tensors)}
-        return _HostCall(op, choice, [_Part.of(value, numbers) for value in found])
-
-    def bound(self, workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
-        choice, parts, op = replace(self.choice, found=(workspace, ran)), self.parts, self.op
-        heap, fault, in_place = workspace.heap, workspace.fault, op.functional is not None
+    def bound(workspace: Workspace[Any], ran: Plan, group: GroupRef) -> launch_cache.Launch:
+        choice, heap, fault = replace(how, found=(workspace, ran)), workspace.heap, workspace.fault
 
         @poison_on_error
         def call(name: str, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -288,6 +301,8 @@ class _HostCall:
 
         return call
 
+    return bound
+
 
 def _listed(done: Any) -> list[Tensor]:
     """An op's results in the order in which kernels write them."""
@@ -302,13 +317,8 @@ def writing_out(
     op: Op, shape: Callable[[Any, ProcessGroup], Sequence[int]], own_by_counts: Mapping[str, str]
 ) -> Op:
     """An op of one tensor, with the result written to another one, which comes first. Its ``run`` takes that, too.
-
-    Args:
-        shape: that of the result, of a call that is validated.
-    """
+    ``shape``: that of the result, of a call that is validated."""
     arguments = op.schema.partition("(")[2].rpartition(" -> ")[0]
-    fields, defaults = op.record._fields, op.record._field_defaults.values()  # type: ignore[attr-defined]
-    record = namedtuple("OutCall", ("out", *fields), defaults=defaults)  # type: ignore[misc]
 
     def without_out(call: Any) -> Any:
         return op.record(*call[1:])
@@ -329,14 +339,14 @@ def writing_out(
     return replace(
         op,
         schema=f"{op.name}_out(Tensor(a!) out, {arguments} -> ()",
-        record=record,
+        record=None,
         validate=validate,
         fake=lambda *_: None,
         sends_nothing=lambda call, out, group: op.sends_nothing(call, group),
         choose=lambda call, out, group: op.choose(call, group),
         run=run,
         known_by=known_by,
-        with_gradient=lambda call: refuse_gradient(validate, call, INTO),
+        with_gradient=" where the result is written to a given tensor",
         functional=(op, without_out),
         own_by_counts=own_by_counts,
     )
@@ -345,3 +355,34 @@ def writing_out(
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Makes a CUDA tensor's device the current one."""
     return on(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+#: Ops that send nothing, by their names: what makes a call of which a gradient is wanted.
+LOCAL_OPS: dict[str, Callable[..., Any] | None] = {}
+
+
+def define(
+    schema: str,
+    validate: Callable[..., None],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    with_gradient: Callable[..., Any] | None = None,
+) -> None:
+    """An op in ``torch.ops.weft`` that sends nothing: no rank waits for another one's call. What it refuses, given its
+    arguments in order; its results, with data, without, and where a gradient is wanted."""
+    name = schema.partition("(")[0]
+
+    def run_checked(*args: Any) -> Any:
+        validate(*args)
+        with on_device(args[0]), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            return run(*args)
+
+    def fake_checked(*args: Any) -> Any:
+        validate(*args)
+        return fake(*args)
+
+    LOCAL_OPS[name] = with_gradient
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _lib.impl(name, run_checked, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", fake_checked, lib=_lib)

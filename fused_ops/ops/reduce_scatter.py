@@ -91,13 +91,10 @@ def run_reduce_scatter(
     out: Tensor | None = None,
     op: str = OP,
 ) -> Tensor:
-    """As the op, or as a part of a call of ``op``; the call is what validation returns.
-
-    Args:
-        out: what the result is written to, and then returned; of its shape, with any strides.
-    """
+    """As the op, or as a part of a call of ``op``; the call is what validation returns. ``out``: what the result is
+    written to, and then returned; of its shape, with any strides."""
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         if call.counts is None:
             done = reference_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, group)
         else:

@@ -28,7 +28,6 @@ from ..dispatch.choice import Choice, Known, choose_kernel, host_or, launch_kern
 from ..dispatch.plan import num_sms, preferred_kernel
 from ..dispatch.staging import Staging, aligned
 from ..scaled_calls import NO_GRADIENT, ScaledRows
-from . import gradients
 from .matmul_reduce_scatter import matmul_flops
 from .op import Op
 from .reduce_scatter import ReduceScatterCall, run_reduce_scatter
@@ -117,7 +116,7 @@ def _known_by(call: ScaledMatmulReduceScatterCall) -> Known:
     return how, given if call.bias is None else (*given, call.bias)
 
 
-def run_scaled_matmul_reduce_scatter(
+def _run(
     choice: Choice, where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
 ) -> Tensor:
     """As the op; call and rows are what validation returns."""
@@ -127,7 +126,8 @@ def run_scaled_matmul_reduce_scatter(
     assert out_dtype is not None
     if exact:
         choice.begin_on(where, OP)
-    scales = scaled_calls.scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
+    a_scale = call.A_scale if rows.kind is ScaleKind.TENSOR else call.A_scale.flatten(0, -2)
+    scales = scaled_calls.scales_of(rows.kind, a_scale, call.B_scale, k, n)
     operands = call.A.flatten(0, -2), call.B, scales
     if exact:
         product = exact_product(*operands)
@@ -137,10 +137,6 @@ def run_scaled_matmul_reduce_scatter(
     whole = product.view(call.whole_shape)
     scatter = ReduceScatterCall(whole, call.reduce_op, call.orig_scatter_dim, call.group_name)
     return run_reduce_scatter(choice, where, scatter, group, op=OP).to(out_dtype)
-
-
-def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
-    return call.A_scale if rows.kind is ScaleKind.TENSOR else call.A_scale.flatten(0, -2)
 
 
 def _choose_on_cuda(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Choice:
@@ -195,9 +191,9 @@ SCALED_MATMUL_REDUCE_SCATTER = Op(
     kernel="scaled_matmul_reduce_scatter",
     sends_nothing=lambda call, rows, group: 0 in call.local_shape(group.size()),
     choose=host_or(lambda call, rows, group: 4 * prod(call.local_shape(group.size())), _choose_on_cuda),
-    run=run_scaled_matmul_reduce_scatter,
+    run=_run,
     known_by=_known_by,
-    with_gradient=lambda call: gradients.refuse_gradient(_validate, call, NO_GRADIENT),
+    with_gradient=NO_GRADIENT,
     flops=matmul_flops,
     own_dims={"A": (-1,), "B": (0,), "A_scale": (-1,), "B_scale": (0,)},
 )

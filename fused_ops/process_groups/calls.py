@@ -47,8 +47,7 @@ class GroupCall:
     @property
     def kernel(self) -> str:
         """Of an op of ``capability.KERNELS``."""
-        others = {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather", ALL_TO_ALL: "all_to_all"}
-        return others.get(self.name, "reduce_scatter")
+        return self.name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
     @property
     def compared(self) -> OpCall:

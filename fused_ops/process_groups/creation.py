@@ -69,29 +69,22 @@ def is_weft_group(group: Group = None) -> bool:
     return isinstance(resolve_group(group), WeftProcessGroup)
 
 
-class _Asked:
-    """What torch was asked for. It hands half of that on to the maker of a backend; the rest stands in its frame.
-
-    Attributes:
-        backends: their names, by type of device.
-        device: that the group is bound to.
-        made: backends of other names, which torch has made already.
-    """
-
-    def __init__(self, frame: FrameType | None) -> None:
-        self.backends = {"cpu": NAME, "cuda": NAME}
-        self.device: torch.device | None = None
-        self.made: dict[str, Any] = {}
-        while frame is not None and frame.f_code.co_name != _HELPER:
-            frame = frame.f_back
-        if frame is None:
-            return
-        config, before = frame.f_locals.get("backend_config"), frame.f_locals.get("pg")
-        self.device = frame.f_locals.get("device_id")
-        if isinstance(config, distributed_c10d.BackendConfig):
-            self.backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
-        if isinstance(before, ProcessGroup):
-            self.made = {kind.type: before._get_backend(kind) for kind in before._device_types}
+def _asked(frame: FrameType | None) -> tuple[dict[str, str], torch.device | None, dict[str, Any]]:
+    """What torch was asked for: the names of backends by type of device, and the device that the group is bound to. And
+    what it has made already, backends of other names. It hands half of that on to the maker of a backend; the rest
+    stands in its frame."""
+    backends = {"cpu": NAME, "cuda": NAME}
+    while frame is not None and frame.f_code.co_name != _HELPER:
+        frame = frame.f_back
+    if frame is None:
+        return backends, None, {}
+    config, before = frame.f_locals.get("backend_config"), frame.f_locals.get("pg")
+    made = {}
+    if isinstance(config, distributed_c10d.BackendConfig):
+        backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
+    if isinstance(before, ProcessGroup):
+        made = {kind.type: before._get_backend(kind) for kind in before._device_types}
+    return backends, frame.f_locals.get("device_id"), made
 
 
 def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup:
@@ -102,16 +95,16 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
         TypeError: ``backend_options`` are not those of the group's backends.
         RuntimeError: there is no device for it.
     """
-    asked = _Asked(sys._getframe(1))
+    backends, bound, there = _asked(sys._getframe(1))
     see_groups()
-    names = _inner_names(asked.backends)
+    names = _inner_names(backends)
     _check_options(backend_options, names.values())
     store = PrefixStore("weft/", options.store)
     inner = ProcessGroup(store, options.group_rank, options.group_size)
-    if asked.device is not None:
-        inner.bound_device_id = asked.device
+    if bound is not None:
+        inner.bound_device_id = bound
     for kind, name in names.items():
-        backend = asked.made.get(kind)
+        backend = there.get(kind)
         if backend is None:
             where = PrefixStore(f"{kind}/", store)
             make = _nccl if name == "nccl" else _gloo
@@ -123,7 +116,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_group_timeout(options.timeout, options.group_id)
-    return WeftProcessGroup(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return WeftProcessGroup(inner, tuple(kind for kind in names if backends[kind] == NAME))
 
 
 def _check_options(given: Any, names: Collection[str]) -> None:

@@ -100,7 +100,10 @@ class DeviceLines:
             return side.work(written, [call.x for call in calls if call.x is not call.out])
 
     def _launch_all(self, calls: list[GroupCall], seconds: float | None) -> str | None:
-        self._wait_for_others()
+        if self._others is not None:
+            work, self._others = self._others(), None
+            if work is not None and not cuda_state.state.is_capturing():
+                work.wait()
         # What a call is left for depends on its size alone: if any is left the largest is, before one is launched.
         for i, call in enumerate(sorted(calls, key=lambda call: -call.x.nbytes)):
             # Cached calls have the group's deadline.
@@ -127,12 +130,6 @@ class DeviceLines:
         """weft's next call waits for this work of the group's own backend, if it is still referenced then."""
         if work is not None and not cuda_state.state.is_capturing():
             self._others = weakref.ref(work)
-
-    def _wait_for_others(self) -> None:
-        if self._others is not None:
-            work, self._others = self._others(), None
-            if work is not None and not cuda_state.state.is_capturing():
-                work.wait()
 
     def _line_of(self, index: int, graph: int) -> CallLine:
         if not graph:
@@ -199,11 +196,11 @@ class DeviceLines:
         with in_stream_order(x.device):
             stream, graph = stream_and_graph(x.device)
             external = is_external(stream, index)
-            prepared = _prepared(heap, call, x, out, group)
+            prepared = _kernel_of(heap, call, x, out, group)
             if isinstance(prepared, str):
                 ran(Plan("unfused", prepared))
                 return prepared
-            workspace, kernel, ran_by = prepared
+            workspace, kernel, ran_by, _ = prepared
             line = self._line_of(index, graph)
             if external:
                 line.wait(stream)
@@ -211,12 +208,9 @@ class DeviceLines:
                 line.alone(stream, 1)
             if call.x is not call.out and overlap(out, x) and not _is_own_part(call.name, x, out, heap.rank):
                 x = x.clone()
-            deadline = timeout(self._name, default_ns())
-            name, ns = (
-                (call.name, deadline)
-                if seconds is None
-                else (TimedName(call.name, seconds), int(seconds * 1e9))
-            )
+            name, ns = call.name, (deadline := timeout(self._name, default_ns()))
+            if seconds is not None:
+                name, ns = TimedName(call.name, seconds), int(seconds * 1e9)
             workspace.raise_if_broken(name, grids=kernel.grids)
             kernel.launch(0, (x.data_ptr(),), (out.data_ptr(),), ns, stream)
             if external:
@@ -253,7 +247,7 @@ def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
     return name != ALL_TO_ALL and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 
-def _prepared(
+def _kernel_of(
     heap: Heap, call: GroupCall, x: Tensor, out: Tensor, group: ProcessGroup
 ) -> PreparedKernel | str:
     """The kernel of such calls, made by all ranks together; or why there is none."""

@@ -41,30 +41,23 @@ from .work import DoneWork
 
 _SUM: Any = dist.ReduceOp.SUM
 BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
-# From 2.13 on torch has other names for these, and only then has the class below methods of these names.
-_GATHER, _GATHERS, _SCATTER, _SCATTERS, _EXCHANGE = (
-    new if hasattr(ProcessGroup, new) else old
-    for new, old in (
-        ("all_gather_single", "_allgather_base"),
-        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-        ("reduce_scatter_single", "_reduce_scatter_base"),
-        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-        ("all_to_all_single", "alltoall_base"),
-    )
+#: Collectives from tensors to others, of one pair or of several, and their methods. From 2.13 on torch has other names
+#: for these, too, and only then has the class below methods of these names.
+_PAIRED = (
+    (ALL_GATHER, False, "_allgather_base", "all_gather_single"),
+    (ALL_GATHER, True, "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    (REDUCE_SCATTER, False, "_reduce_scatter_base", "reduce_scatter_single"),
+    (REDUCE_SCATTER, True, "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
 )
+_EXCHANGE = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
 #: Methods of torch's process groups that weft never takes, and the public functions that call them.
 _OTHERS = {
-    "broadcast": "broadcast",
-    "reduce": "reduce",
+    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "reduce_scatter")},
+    **{name: name for name in ("barrier", "monitored_barrier")},
     "allgather": "all_gather",
     "allgather_coalesced": "all_gather",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
     "recv_anysource": "recv",
-    "barrier": "barrier",
-    "monitored_barrier": "monitored_barrier",
 }
 
 
@@ -122,41 +115,6 @@ class WeftProcessGroup(ProcessGroup):
         calls = options.all_reduces(tensors, opts)
         return self._take(ALL_REDUCE, calls, opts, "allreduce_coalesced", (tensors, opts))
 
-    def _allgather_base(  # type: ignore[override]
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002
-        opts: Any = None,
-    ) -> Work | None:
-        opts = AllgatherOptions() if opts is None else opts
-        if (cached := self._launch_cached(ALL_GATHER, input, output, opts)) is not False:
-            return cached
-        calls = options.paired_calls(ALL_GATHER, [output], [input])
-        return self._take(ALL_GATHER, calls, opts, _GATHER, (output, input, opts))
-
-    def allgather_into_tensor_coalesced(
-        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
-    ) -> Work:
-        opts = AllgatherOptions() if opts is None else opts
-        calls = options.paired_calls(ALL_GATHER, output_lists, input_list)
-        return self._take(ALL_GATHER, calls, opts, _GATHERS, (output_lists, input_list, opts))
-
-    def _reduce_scatter_base(  # type: ignore[override]
-        self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
-    ) -> Work | None:
-        opts = ReduceScatterOptions() if opts is None else opts
-        if (cached := self._launch_cached(REDUCE_SCATTER, inputTensor, outputTensor, opts)) is not False:
-            return cached
-        calls = options.paired_calls(REDUCE_SCATTER, [outputTensor], [inputTensor], opts.reduceOp)
-        return self._take(REDUCE_SCATTER, calls, opts, _SCATTER, (outputTensor, inputTensor, opts))
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        opts = ReduceScatterOptions() if opts is None else opts
-        calls = options.paired_calls(REDUCE_SCATTER, outputTensors, inputTensors, opts.reduceOp)
-        return self._take(REDUCE_SCATTER, calls, opts, _SCATTERS, (outputTensors, inputTensors, opts))
-
     def alltoall_base(  # type: ignore[override]
         self,
         output: Tensor,
@@ -174,15 +132,14 @@ class WeftProcessGroup(ProcessGroup):
         if known and (cached := self._launch_cached(ALL_TO_ALL, input, output, opts)) is not False:
             return cached
         given = output, input, output_split_sizes, input_split_sizes, *args
-        return self._take(
-            ALL_TO_ALL, options.all_to_alls(output, input, splits), opts, _EXCHANGE, given, named
-        )
+        # With splits of one rank that are even those of others need not be.
+        calls: Any = "split sizes are given"
+        if not splits:
+            x = input.clone() if input is output else input
+            calls = options.paired_calls(ALL_TO_ALL, [output], [x])
+        return self._take(ALL_TO_ALL, calls, opts, _EXCHANGE, given, named)
 
-    if _GATHER == "all_gather_single":
-        all_gather_single = _allgather_base  # type: ignore[assignment]
-        all_gather_single_coalesced = allgather_into_tensor_coalesced
-        reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-        reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    if _EXCHANGE == "all_to_all_single":
         all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _launch_cached(self, name: str, x: Any, out: Any, opts: Any) -> Work | Literal[False] | None:
@@ -352,6 +309,21 @@ class WeftProcessGroup(ProcessGroup):
         return WeftProcessGroup(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
+def _paired(name: str, several: bool, method: str) -> Callable[..., Any]:
+    of_call = AllgatherOptions if name == ALL_GATHER else ReduceScatterOptions
+
+    def call(self: WeftProcessGroup, out: Any, x: Any, opts: Any = None) -> Work | None:
+        opts = of_call() if opts is None else opts
+        if not several and (cached := self._launch_cached(name, x, out, opts)) is not False:
+            return cached
+        outs, xs = (out, x) if several else ([out], [x])
+        calls = options.paired_calls(name, outs, xs, getattr(opts, "reduceOp", None))
+        return self._take(name, calls, opts, method, (out, x, opts))
+
+    call.__name__ = method
+    return call
+
+
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
     def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
         device = _device_of(args)
@@ -372,6 +344,10 @@ def _device_of(args: Any) -> torch.device | None:
     return None
 
 
+for _collective, _several, _old, _new in _PAIRED:
+    _there = [each for each in (_old, _new) if hasattr(ProcessGroup, each)]
+    for _method in _there:
+        setattr(WeftProcessGroup, _method, _paired(_collective, _several, _there[-1]))
 for _method, _collective in _OTHERS.items():
     if hasattr(ProcessGroup, _method):
         setattr(WeftProcessGroup, _method, _left_alone(_method, _collective))

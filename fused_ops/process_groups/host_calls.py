@@ -196,15 +196,12 @@ class HostLine:
         )
 
     def _waits_for_itself(self, name: str) -> WeftError:
-        running = self._running
-        said = (
-            f" {running.call.name} (called at {text(running.site)})"
-            if running is not None
-            else " another call"
-        )
+        said = "another call"
+        if (running := self._running) is not None:
+            said = f"{running.call.name} (called at {text(running.site)})"
         return WeftError(
             f"{name} in group {self._name!r}: {thread_name(threading.get_ident())} of this rank would wait for itself: "
-            f"it is carrying out{said}, and only then comes to this one"
+            f"it is carrying out {said}, and only then comes to this one"
         )
 
     def _takes_turn(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 from torch._C._dynamo import eval_frame
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from ...symm_mem import resolve_group
 from .group import WeftProcessGroup
@@ -78,7 +78,7 @@ def _inner_of(group: Any) -> Any:
 
 
 def _all_gather_into_tensor_out(x: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
-    work = _group_of(group_name)._allgather_base(out, x.contiguous(), AllgatherOptions())
+    work = _group_of(group_name)._allgather_base(out, x.contiguous())
     _register_work(out, work)
     return out
 

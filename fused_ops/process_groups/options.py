@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ...symm_mem.timeouts import LONGEST, set_timeout
-from .calls import ALL_REDUCE, ALL_TO_ALL, GroupCall, reduction_of, waited_for
+from .calls import ALL_REDUCE, GroupCall, reduction_of, waited_for
 
 UNSET = AllgatherOptions().timeout  #: of options that have none: the group's counts
 
@@ -64,13 +64,6 @@ def paired_calls(name: str, outputs: Any, inputs: Any, op: Any = None) -> list[G
     if len(outputs) != len(inputs) or not all(isinstance(t, Tensor) for t in (*outputs, *inputs)):
         return "arguments that do not fit each other"
     return [GroupCall(name, out, waited_for(x), reduce_op) for out, x in zip(outputs, inputs, strict=True)]
-
-
-def all_to_alls(out: Any, x: Any, splits: Any) -> list[GroupCall] | str:
-    """Likewise. With ``splits`` of one rank that are even those of others need not be."""
-    if splits:
-        return "split sizes are given"
-    return paired_calls(ALL_TO_ALL, [out], [x.clone() if x is out else x])
 
 
 def all_to_all_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:

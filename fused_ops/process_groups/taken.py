@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..drop_in.calls_taken import CallsTaken, calls_of
+from ..drop_in.calls_taken import CallsTaken
 from .calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 _log = logging.getLogger("weft.process_group")
@@ -58,7 +58,7 @@ class GroupCalls:
         now = {**self.taken}
         new = {name: count - self._cleared[name] for name, count in now.items()}
         of_weft = [CallsTaken(name, "weft", "", count) for name, count in new.items() if count]
-        others = calls_of(self._left)
+        others = [CallsTaken(*key, count) for key, count in self._left.items()]
         if clear:
             self._left.clear()
             self._cleared = now

@@ -218,12 +218,9 @@ def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
         return 0.0
     fused, _ = ranked[0]
     if problem.exchanged:
-        return (
-            one_shot.exchange_us(problem.moved, size)
-            + gemm_tiles.matmul_us(m, n, size * k, problem.spec)
-            - fused
-        )
-    if not problem.split_k:
+        unfused = one_shot.exchange_us(problem.moved, size)
+        unfused += gemm_tiles.matmul_us(m, n, size * k, problem.spec)
+    elif not problem.split_k:
         unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     else:
         unfused = gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec)
@@ -238,10 +235,8 @@ def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, Ga
         return ()
     # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
     factor = _push_factor(problem)
-    estimated = [
-        (round(factor * estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)
-    ]
-    return tuple(sorted(estimated, key=itemgetter(0)))
+    found = [(round(factor * estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)]
+    return tuple(sorted(found, key=itemgetter(0)))
 
 
 def _push_factor(problem: AllGatherMatmulProblem) -> float:
@@ -332,14 +327,10 @@ def _with_first_wave(config: GatherPushConfig, problem: AllGatherMatmulProblem) 
     return replace(config, first_wave=first_wave)
 
 
-def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
-    """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
-    k_chunks = -(-m // config.tile.block_m) * -(-k // config.k_chunk_columns)
-    return k_chunks * (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // CHUNK_COLUMNS)
-
-
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:
     """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``, and after that the scales that
-    travel."""
+    travel. In an epoch a rank sets a flag at a peer for each chunk."""
+    k_chunks = -(-m // config.tile.block_m) * -(-k // config.k_chunk_columns)
+    flags = k_chunks * (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // CHUNK_COLUMNS)
     scales = 0 if config.scaled is None else config.scaled.sent_bytes(m, k)
-    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * (m * k * 2 + scales))
+    return Layout(world_size, flags, world_size * (m * k * 2 + scales))

@@ -27,13 +27,8 @@ SCALED_OP = "fused_all_gather_scaled_matmul"
 
 
 class AllGatherProductsCopied(CopiedCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``copied_layout``, whose buffers copy engines write.
-        example: a call of the sizes and strides that every call has.
-        biased: of fp8 operands, whether each B has a bias.
-    """
+    """This op. ``example``: a call of the sizes and strides that every call has; ``biased``: of fp8 operands, whether
+    each B has a bias."""
 
     def __init__(
         self, workspace: Workspace[Layout], example: GatherKernelCall, biased: Sequence[bool] = ()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,30 +109,19 @@ def boxes_returned(shard: tuple[int, int], dtype: torch.dtype, world_size: int, 
     return Boxes(dtype, (1, world_size, m, k), (0, distance, row, 1), (1, 1, ROWS, BLOCK_K))
 
 
-@dataclass(frozen=True, slots=True)
-class EpochStep:
-    """What one launch does of an epoch of a buffer.
-
-    Attributes:
-        push: send the own shard; of the epoch's first launch.
-        final: end the epoch; of its last launch.
-        bs: which of the operands are its Bs; outs: which of the results it computes.
-    """
-
-    push: bool
-    final: bool
-    bs: slice
-    outs: slice
-
-
 class AllGatherMatmulPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
         workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
-        example: a call of the sizes, strides and dtype that every launch has, with up to MOST_BS Bs, all with K
-            contiguous or all with N. Blocks that send first must find one of its SMs each.
+        example: a call of the sizes, strides and dtype that every launch has, its Bs all with K contiguous or all with
+            N. Blocks that send first must find one of its SMs each.
         config: the same on every rank.
+        skip: Bs before those of this launch, which are up to MOST_BS.
+
+    Attributes:
+        push: whether a launch sends the own shard: an epoch's first one.
+        final: whether it ends the epoch: its last one.
 
     Raises:
         ValueError: the workspace is too small.
@@ -141,9 +130,12 @@ class AllGatherMatmulPush:
     params = _Params  #: the twin of what the kernel takes
 
     def __init__(
-        self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig
+        self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig, skip: int = 0
     ) -> None:
-        a, bs, return_A = example.a, example.bs, example.return_A
+        end = min(skip + MOST_BS, len(example.bs))
+        self.push, self.final = skip == 0, end == len(example.bs)
+        self._mine = slice(skip + 1, end + 1), slice(skip, end)  # of the operands, and of the results
+        a, bs, return_A = example.a, example.bs[skip:end], example.return_A and not skip
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
         parts = size if config.exchanged else 1
         m //= parts
@@ -187,39 +179,35 @@ class AllGatherMatmulPush:
         p.remote_raster_group = config.remote_raster_group
         return p
 
-    def launch_step(
-        self,
-        buffer: int,
-        operands: Sequence[int],
-        results: Sequence[int],
-        step: EpochStep,
-        timeout_ns: int,
-        stream: int,
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """Compute the products, each [W, m, N_i] (``split_k``: [m, N_i]), contiguous.
+        """Its part of an epoch of the buffer.
 
         Args:
-            operands: addresses of the own shard and of the Bs; results: of the products, and the last one with
-                ``return_A`` of the gathered shards.
-            step: what of these, and of the epoch, is this launch's.
+            operands: addresses of the local shard and of all Bs.
+            results: addresses of the products, each [W, m, N_i], contiguous, and after them with ``return_A`` of the
+                gathered shards [W, m, K]; with ``split_k`` [m, N_i] and [m, W * K].
+            stream: a CUstream as an integer.
         """
+        bs, outs = self._mine
         a = operands[0]
         with self.workspace.lock:
             p = self._params[buffer]
             put_map(p, _OWN, self._own[a])
-            self._put_bs(p, _B, *map(getitem, self._bs, operands[step.bs]))
-            self._put_cs(p, _C, *results[step.outs])
+            self._put_bs(p, _B, *map(getitem, self._bs, operands[bs]))
+            self._put_cs(p, _C, *results[outs])
             _put_address(p, _A, a)
             if self._returned is not None:
                 put_map(p, _RETURNED, self._returned[results[-1]])
-            _put_schedule(p, _COMM_SMS, *self._sends[not step.push], step.final)
+            _put_schedule(p, _COMM_SMS, *self._sends[not self.push], self.final)
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
             self._launches[buffer](stream)
 
 
 class AllGatherMatmulPushes:
-    """This op on one problem and one workspace, for any number of Bs: a launch for each MOST_BS of them.
+    """The same of any number of Bs: a launch for each MOST_BS of them.
 
     Args: as for ``AllGatherMatmulPush``.
     """
@@ -227,24 +215,10 @@ class AllGatherMatmulPushes:
     def __init__(
         self, workspace: Workspace[Layout], example: GatherKernelCall, config: GatherPushConfig
     ) -> None:
-        self._steps = []  # (kernel, its step)
-        count = len(example.bs)
-        for first in range(0, count, MOST_BS):
-            end = min(first + MOST_BS, count)
-            part = replace(example, bs=example.bs[first:end], return_A=example.return_A and first == 0)
-            step = EpochStep(first == 0, end == count, slice(first + 1, end + 1), slice(first, end))
-            self._steps.append((AllGatherMatmulPush(workspace, part, config), step))
+        skipped = range(0, len(example.bs), MOST_BS)
+        self._kernels = [AllGatherMatmulPush(workspace, example, config, skip) for skip in skipped]
 
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        """A whole epoch of the buffer.
-
-        Args:
-            operands: addresses of the local shard and of the Bs.
-            results: addresses of the products, each [W, m, N_i], and after them with ``return_A`` of the gathered
-                shards [W, m, K]; with ``split_k`` [m, N_i] and [m, W * K].
-            stream: a CUstream as an integer.
-        """
-        for kernel, step in self._steps:
-            kernel.launch_step(buffer, operands, results, step, timeout_ns, stream)
+    def launch(self, *given: Any) -> None:
+        """A whole epoch of the buffer; as ``AllGatherMatmulPush.launch``."""
+        for kernel in self._kernels:
+            kernel.launch(*given)

@@ -24,25 +24,10 @@ from .copied_products import AllGatherProductsCopied
 from .one_shot_kernel import AllGatherMatmulOneShot
 from .scaled import AllGatherScaledMatmulOneShot, AllGatherScaledMatmulPush
 
-_choices: KernelChoices[configs.AnyConfig] = KernelChoices()
-
 
 def takes_rows(flat: torch.Tensor) -> bool:
     """Whether a shard [m, K] need not be copied: its rows are such as kernel.cu takes them, or it is contiguous."""
     return flat.is_contiguous() or (flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat))
-
-
-def choose_gather_kernel(
-    call: configs.GatherKernelCall, world_size: int
-) -> KernelChoice[configs.AnyConfig] | str:
-    """How to run a call, or why no kernel can.
-
-    The same on all ranks whose tensors have the same sizes, strides and dtypes.
-    """
-    problem = call.problem(world_size)
-    strides = ((b.shape, b.stride()) for b in call.bs)
-    key = (problem, call.preferred, call.a.stride(), call.a.dtype, *strides)
-    return _choices.get(key, _choose, call, problem)
 
 
 def _choose(
@@ -68,6 +53,13 @@ def _choose(
     return KernelChoice(algorithm_of(config), config, layout, profitable, predicted_us)
 
 
+def _kind(call: configs.GatherKernelCall) -> tuple[Any, ...]:
+    return (call.preferred, call.a.stride(), call.a.dtype, *((b.shape, b.stride()) for b in call.bs))
+
+
+choose_gather_kernel = KernelChoices(_choose, _kind)
+
+
 def fused_gather(workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.AnyConfig) -> Any:
     """What launches calls like this one."""
     scales = call.scales
@@ -80,7 +72,9 @@ def fused_gather(workspace: Workspace[Any], call: configs.GatherKernelCall, conf
         return AllGatherProductsCopied(workspace, call, [bias is not None for bias in biases])
     if scales is not None:
         return AllGatherScaledMatmulPush(workspace, call, scales, config)
-    return cuda_kernel.AllGatherMatmulPushes(workspace, call, config)
+    several = len(call.bs) > configs.MOST_BS
+    push = cuda_kernel.AllGatherMatmulPushes if several else cuda_kernel.AllGatherMatmulPush
+    return push(workspace, call, config)
 
 
 def gather_programs(

@@ -39,16 +39,8 @@ _put_pair = struct.Struct("2Q").pack_into
 
 
 class AllGatherMatmulOneShot(one_shot.OneShotCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``config.layout``, the same call site on every rank.
-        example: a call of the sizes and strides that every call has, of 16 bits.
-        config: of ``configs.choose_one_shot_gather``, the same on every rank.
-
-    Raises:
-        ValueError: the workspace is too small.
-    """
+    """This op. ``example``: a call of the sizes and strides that every call has, of 16 bits; ``config``: of
+    ``configs.choose_one_shot_gather``."""
 
     op = OP
     params = _Params  #: the twin of what the kernel takes

@@ -17,7 +17,7 @@ from ..device.jit.program import Defines, fields
 from . import configs, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig, GatherScales
 from .copied_products import SCALED_OP as OP
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
+from .cuda_kernel import AllGatherMatmulPush, _Params
 
 
 class _ScaledParams(_Params):
@@ -31,14 +31,7 @@ class _ScaledParams(_Params):
 
 
 class AllGatherScaledMatmulPush(AllGatherMatmulPush):
-    """This op on one problem and one workspace: prepared once, launched often.
-
-    Args:
-        workspace: as for ``AllGatherMatmulPush``.
-        call: an example, with up to MOST_BS Bs.
-        scales: examples, too.
-        config: the same on every rank.
-    """
+    """The same of fp8 operands: an example of a call with up to MOST_BS Bs, and of scales."""
 
     params = _ScaledParams
 
@@ -54,9 +47,8 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
         super().__init__(workspace, call, config)
         self._count = len(call.bs)
         self._has_bias = [bias is not None for bias in scales.biases]
-        self._own_scales = (
-            4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
-        )
+        of_all = scaled.kind is ScaleKind.ROWS and not scaled.travels
+        self._own_scales = 4 * m * workspace.rank if of_all else 0
         blocks = scaled.blocks(k)
         for p in self._params:
             p.blocks = blocks
@@ -65,7 +57,6 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
             for i, b in enumerate(scales.bs):
                 if scaled.kind is ScaleKind.BLOCKS:
                     p.of_b[i].b_block, p.of_b[i].b_column = b.stride()
-        self._step = EpochStep(True, True, slice(1, self._count + 1), slice(0, self._count))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -74,7 +65,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
 
         Args:
             operands: addresses of the local shard, of the Bs, and of the scales' tensors.
-            results: as for ``AllGatherMatmulPushes``.
+            results: as for ``AllGatherMatmulPush``.
         """
         a_scale, *rest = operands[self._count + 1 :]
         with self.workspace.lock:
@@ -85,7 +76,7 @@ class AllGatherScaledMatmulPush(AllGatherMatmulPush):
             for i, has_bias in enumerate(self._has_bias):
                 p.of_b[i].b = rest[i]
                 p.of_b[i].bias = next(biases) if has_bias else 0
-            self.launch_step(buffer, operands[: self._count + 1], results, self._step, timeout_ns, stream)
+            super().launch(buffer, operands, results, timeout_ns, stream)
 
 
 class _OneShotParams(one_shot_kernel._Params):
@@ -100,13 +91,7 @@ _SCALES = _OneShotParams.scales.offset
 
 
 class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
-    """This op as one exchange of rows and scales, and torch's scaled product after it.
-
-    Args:
-        workspace: with room for ``config.layout``, the same call site on every rank.
-        example, scales: a call of the sizes and strides that every call has.
-        config: of ``configs.choose_one_shot_gather``, the same on every rank.
-    """
+    """This op as one exchange of rows and scales, and torch's scaled product after it; ``scales``: of the example."""
 
     op = OP
     params = _OneShotParams

@@ -42,32 +42,24 @@ class NormKind(NamedTuple):
 
 
 def rms_norm(
-    sums: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
-) -> torch.Tensor:
-    """``sums / sqrt(mean(sums ** 2) + eps) * (weight + weight_offset)`` of each row, in float32 or wider."""
-    wide = sums.to(torch.promote_types(sums.dtype, torch.float32))
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    factor = weight if weight_offset == 0 else weight.to(wide.dtype) + weight_offset
-    return (wide * scale * factor).to(sums.dtype)
-
-
-def wide_layer_norm(
     sums: torch.Tensor,
     weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
     eps: float,
     weight_offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    *,
+    subtract_mean: bool = False,
 ) -> torch.Tensor:
-    """The LayerNorm of each row, in float32 or wider. The number is added to the weight."""
-    # Not torch.layer_norm, which takes no weight of 16 bits with sums in float32.
+    """``sums / sqrt(mean(sums ** 2) + eps) * (weight + weight_offset) + bias`` of each row, in float32 or wider; with
+    ``subtract_mean`` of rows less their mean: a LayerNorm."""
+    # Not torch's norms, which take no weight of 16 bits with sums in float32.
     wide = sums.to(torch.promote_types(sums.dtype, torch.float32))
-    wide = wide - wide.mean(-1, keepdim=True)
+    if subtract_mean:
+        wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
         normed = normed * (weight if weight_offset == 0 else weight.to(wide.dtype) + weight_offset)
-    if bias is not None:
-        normed = normed + bias
-    return normed.to(sums.dtype)
+    return (normed if bias is None else normed + bias).to(sums.dtype)
 
 
 class Affine(NamedTuple):
@@ -85,9 +77,6 @@ def add_residual_and_norm(
     of = sums
     if residual is not None and not kind.round_sum:
         of = total.to(torch.promote_types(total.dtype, torch.float32)) + residual
-    if kind.subtract_mean:
-        normed = wide_layer_norm(of, *affine, kind.eps, kind.weight_offset)
-    else:
-        assert affine.weight is not None, "an RMSNorm has a weight"
-        normed = rms_norm(of, affine.weight, kind.eps, kind.weight_offset)
+    weight, bias = affine
+    normed = rms_norm(of, weight, kind.eps, kind.weight_offset, bias, subtract_mean=kind.subtract_mean)
     return normed.to(total.dtype), sums

@@ -50,20 +50,26 @@ class KernelSteps(NamedTuple):
 
 
 class KernelChoices(Generic[C]):
-    """The choice for each kind of call, or why no kernel can run it."""
+    """How to run a call, or why no kernel can. The same on all ranks whose tensors have the same sizes, strides and
+    dtypes.
 
-    def __init__(self) -> None:
+    ``choose``: says it the first time, of a call and its problem; ``kind``: what else of a call makes a difference.
+    """
+
+    def __init__(
+        self, choose: Callable[[Any, Any], KernelChoice[C] | str], kind: Callable[[Any], tuple[Hashable, ...]]
+    ) -> None:
+        self._choose, self._kind = choose, kind
         self._known: dict[Hashable, KernelChoice[C] | str] = {}
 
-    def get(
-        self, key: Hashable, choose: Callable[..., KernelChoice[C] | str], *args: Any
-    ) -> KernelChoice[C] | str:
-        """That of ``key``; ``choose(*args)`` says it the first time."""
+    def __call__(self, call: Any, world_size: int) -> KernelChoice[C] | str:
+        problem = call.problem(world_size)
+        key = problem, *self._kind(call)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MOST_CHOICES:
                 self._known.clear()
-            found = self._known[key] = choose(*args)
+            found = self._known[key] = self._choose(call, problem)
         return found
 
     def clear(self) -> None:

@@ -10,10 +10,8 @@ from ..device.gemm.gemm_tiles import TILES, Tile, tiles_of
 MOST_EXPERTS = 2048  #: of a rank, whose steps lie in shared memory
 _FEW_ROWS = 48  # of an expert, on average: tiles of 64 rows
 _ALL_WIDE = 0.8  # of a tile's rows, on average: no expert has more than a tile
-_READ_US, _STAGE_US = (
-    0.0039,
-    0.02,
-)  # of a column of a stage that all SMs read from memory, and of a stage, on H200
+# Of a column of a stage that all SMs read from memory, and of a stage, on H200.
+_READ_US, _STAGE_US = 0.0039, 0.02
 _NARROWEST = 160  # of tiles of 128 rows: narrower ones load too much
 _RASTER_GROUP = 8
 _GATED = 64  # columns of a warpgroup are a multiple: half of them are whole sets of sums

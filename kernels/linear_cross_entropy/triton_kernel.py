@@ -33,10 +33,8 @@ class LogitTile(NamedTuple):
 _STATISTICS = LogitTile(1, 1024, 4), LogitTile(64, 16, 4)
 _GRADIENT = LogitTile(1, 2048, 4), LogitTile(64, 64, 2)
 _LOADS = 4, 8  # at once, before their maximum is taken
-_SPAN = (
-    16384,
-    2048,
-)  # a multiple of the loads' columns, as is a quarter of it, which a program has where few would run
+# A multiple of the loads' columns, as is a quarter of it, which a program has where few would run.
+_SPAN = 16384, 2048
 _FEW = 1024
 _COMBINE_BLOCK = 32
 _LOSS_BLOCK = 128

@@ -9,7 +9,7 @@ pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,15 +30,7 @@ VECTOR = torch.complex128  #: 16 bytes, as any
 
 
 class MatmulAllGatherCopied(CopiedCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``copied_pieces_layout``, whose buffers copy engines write.
-        example: a call of the sizes and strides that every call has.
-
-    Raises:
-        ValueError: the workspace is too small.
-    """
+    """This op. ``example``: a call of the sizes and strides that every call has."""
 
     def __init__(self, workspace: Workspace[Layout], example: MatmulAllGatherKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a
@@ -72,7 +64,7 @@ class MatmulAllGatherCopied(CopiedCall):
                 width, height = made.shape[1] * made.itemsize, made.shape[0]
                 step = made.stride(0) * made.itemsize
                 sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]
-                self._engine.start(buffer, _same_for_all(sent), timeout_ns)
+                self._engine.start(buffer, lambda peer, sent=sent: sent, timeout_ns)  # type: ignore[misc]
                 if before is not None:
                     self._put(*before, timeout_ns, stream)
                 before = buffer, parts[rows, :, columns]
@@ -88,10 +80,6 @@ class MatmulAllGatherCopied(CopiedCall):
             slot = self._slots[buffer][src, : height * width].view(height, width)
             parts[:, src].view(self._wide).copy_(slot.view(self._wide))
         self._ends[buffer](stream)
-
-
-def _same_for_all(sent: list[CopiedPiece]) -> Callable[[int], list[CopiedPiece]]:
-    return lambda peer: sent
 
 
 def choose_copied_pieces(

@@ -345,9 +345,8 @@ def sum_to_all_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
         return False
     m, n, size = problem.m, problem.n, problem.world_size
     moved = 2 * (size - 1) / size * m * n * 2
-    sequential = (
-        gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
-    )
+    sequential = gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH
+    sequential += moved / _ALL_REDUCE_LINK
     us, config = ranked[0]
     return us < sequential and scatter_push_layout(config, problem).bytes <= _MOST_WORKSPACE
 

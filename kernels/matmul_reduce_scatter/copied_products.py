@@ -22,15 +22,7 @@ _LEAST_ROWS = 512  # of a product that is cut
 
 
 class MatmulReduceScatterCopied(CopiedCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``copied_parts_layout``, whose buffers copy engines write.
-        example: a call of the sizes and strides that every call has.
-
-    Raises:
-        ValueError: the workspace is too small.
-    """
+    """This op. ``example``: a call of the sizes and strides that every call has."""
 
     def __init__(self, workspace: Workspace[Layout], example: ScatterKernelCall) -> None:
         size, rank, a = workspace.world_size, workspace.rank, example.a

@@ -43,9 +43,7 @@ class _Params(ctypes.Structure):
     )
 
 
-_A, _B, _OUT, _BIAS, _RESIDUAL = (
-    getattr(_Params, name).offset for name in ("a", "b", "out", "bias", "residual")
-)
+_A, _B, _OUT, _BIAS, _RESIDUAL = (getattr(_Params, x).offset for x in ("a", "b", "out", "bias", "residual"))
 _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs twice as much
 
 
@@ -161,14 +159,8 @@ class _ScaledParams(_Params):
 
 
 class ScaledMatmulReduceScatterPush(MatmulReduceScatterPush):
-    """This op of fp8 operands on one problem and one workspace: prepared once, launched often.
-
-    Args:
-        workspace: as for ``MatmulReduceScatterPush``.
-        call: an example, of one product, without terms.
-        strides: of B's block-wise scales [K / 128, N / 128].
-        config: the same on every rank.
-    """
+    """The same of fp8 operands: an example of one product, without terms. ``strides``: of B's block-wise scales
+    [K / 128, N / 128]."""
 
     params = _ScaledParams
 

@@ -25,21 +25,6 @@ from .copied_products import MatmulReduceScatterCopied
 from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, scatter_program
 from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot, sent_as
 
-_choices: KernelChoices[configs.AnyConfig] = KernelChoices()
-
-
-def choose_scatter_kernel(
-    call: configs.ScatterKernelCall, world_size: int
-) -> KernelChoice[configs.AnyConfig] | str:
-    """How to run a call, or why no kernel can. What its epilogue adds makes no difference.
-
-    The same on all ranks whose tensors have the same sizes, strides and dtypes.
-    """
-    problem = call.problem(world_size)
-    kind = call.preferred, call.epilogue.apart, call.a.dtype
-    key = (problem, *kind, *((x.shape, x.stride()) for x in call.factors))
-    return _choices.get(key, _choose, call, problem)
-
 
 def _choose(
     call: configs.ScatterKernelCall, problem: configs.MatmulReduceScatterProblem
@@ -74,6 +59,15 @@ def _by_kernel(problem: configs.MatmulReduceScatterProblem) -> KernelChoice[conf
     return KernelChoice("push", config, configs.scatter_push_layout(config, problem), profitable, us)
 
 
+def _kind(call: configs.ScatterKernelCall) -> tuple[Any, ...]:
+    """What its epilogue adds makes no difference."""
+    how = call.preferred, call.epilogue.apart, call.a.dtype
+    return (*how, *((x.shape, x.stride()) for x in call.factors))
+
+
+choose_scatter_kernel = KernelChoices(_choose, _kind)
+
+
 def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
     """Whether the kernel of choice adds all products of a call itself; else their factors are to be stacked.
 
@@ -95,10 +89,8 @@ def fused_scatter(
 ) -> Any:
     """What launches calls like this one."""
     if isinstance(config, OneShotConfig):
-        plain = call.scaled is None
-        return (MatmulReduceScatterOneShot if plain else ScaledMatmulReduceScatterOneShot)(
-            workspace, call, config
-        )
+        one_shot = MatmulReduceScatterOneShot if call.scaled is None else ScaledMatmulReduceScatterOneShot
+        return one_shot(workspace, call, config)
     if isinstance(config, CopiedConfig):
         return MatmulReduceScatterCopied(workspace, call)
     if call.scaled is not None:

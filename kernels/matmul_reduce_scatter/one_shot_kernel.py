@@ -39,17 +39,9 @@ _put_addresses = struct.Struct("4Q").pack_into
 
 
 class MatmulReduceScatterOneShot(one_shot.OneShotCall):
-    """This op on one problem and one workspace: prepared once, called often.
-
-    Args:
-        workspace: with room for ``config.layout``, the same call site on every rank.
-        example: a call of the sizes, strides and dtype that every call has, of 16 or 32 bits and one product. Every
-            call gets the bias and the residual that its epilogue names, contiguous.
-        config: of ``configs.choose_one_shot_scatter``, the same on every rank.
-
-    Raises:
-        ValueError: the workspace is too small.
-    """
+    """This op. ``example``: a call of the sizes, strides and dtype that every call has, of 16 or 32 bits and one
+    product; each gets the bias and the residual that its epilogue names, contiguous. ``config``: of
+    ``configs.choose_one_shot_scatter``."""
 
     op = OP
 
@@ -103,10 +95,8 @@ class MatmulReduceScatterOneShot(one_shot.OneShotCall):
             parts = a.as_strided(*self._parts)
             columns = partial.shape[1]
             if self._split_n:
-                parts, bs = (
-                    parts.expand(self._size, -1, -1),
-                    b.unflatten(1, (self._size, columns)).movedim(1, 0),
-                )
+                parts = parts.expand(self._size, -1, -1)
+                bs = b.unflatten(1, (self._size, columns)).movedim(1, 0)
             else:
                 bs = b.expand(self._size, -1, -1)
             torch.bmm(parts, bs, out=partial.view(self._size, -1, columns))

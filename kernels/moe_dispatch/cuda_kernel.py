@@ -72,18 +72,12 @@ class MoeLauncher:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """The whole exchange. Safe to capture in a CUDA graph. The current device must be that of the tensors.
+        """The whole exchange, as ``ExchangeLauncher.launch``.
 
         Args:
-            buffer: not used; epochs alternate by themselves.
             operands: addresses of x, slots and ranks, choices and offs where experts' rows are filled up, and this
                 rank's ids where it sends by them; or of y, slots, ranks and weights: contiguous, multiples of 16.
             results: that of the result, likewise.
-            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-            stream: a CUstream as an integer.
-
-        Raises:
-            RuntimeError: the kernel cannot be launched.
         """
         with self._lock:
             self._params.slots.watch.timeout_ns = timeout_ns

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
-from weft.fused_ops.dispatch.launch_cache import ALIGNMENT, LaunchedCall, remember_call
+from weft.fused_ops.dispatch.launch_cache import ALIGNMENT, PreparedKernel, remember_call
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from weft.fused_ops.ops import OP_OF
 from weft.kernels.device.gemm.one_shot import algorithm_of
@@ -247,8 +247,8 @@ class Stage:
     def remember(self, kernel: Any, *call: Any, ran: str = "push", alignment: int = ALIGNMENT) -> None:
         """A call was made: op, arguments, tensors, results."""
         op, arguments, given, results = call
-        made = LaunchedCall(op, arguments, given, given, results, alignment)
-        remember_call(made, self.workspace, kernel, plan.Plan(ran))
+        ready = PreparedKernel(self.workspace, kernel, plan.Plan(ran))
+        remember_call(op, (arguments, given), given, results, ready, alignment)
 
 
 def run_on_cuda(op: ModuleType, where: Any, *call: Any, group: Any = None, given: Any = None) -> Any:

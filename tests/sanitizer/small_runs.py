@@ -26,7 +26,7 @@ from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.all_reduces import choose_sum_on_cuda
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops.all_reduce import AllReduceCall, run_by_choice
-from weft.kernels.all_reduce.configs import AllReduceConfig
+from weft.kernels.all_reduce.configs import AllReduceConfig, all_reduce_layout
 from weft.kernels.device.collective import launch, rounds
 from weft.symm_mem.heap.registry import get_heap
 
@@ -178,7 +178,9 @@ def all_reduce(rank: int, size: int, seed: int) -> None:
                     if config is None:
                         out = fused_ops.one_shot_all_reduce(x, "sum", dist.group.WORLD)
                     else:
-                        choice = choose_sum_on_cuda(x, "sum", group, config)
+                        layout = all_reduce_layout(x.nbytes, size, config)
+                        choice = choose_sum_on_cuda(x, "sum", group)
+                        choice = replace(choice, layout=layout, how=config)
                         call = AllReduceCall(x, "sum", group.group_name)
                         out = run_by_choice(choice, get_heap(group, x.device), call, group)
                     fused()

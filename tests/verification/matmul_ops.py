@@ -85,11 +85,11 @@ class Gather:
             for chunk in range(chunks):
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
-                step = gather.EpochStep(chunk == 0, chunk == chunks - 1, slice(1, None), slice(len(bs)))
+                kernel.push, kernel.final = chunk == 0, chunk == chunks - 1
                 if self.return_A:
                     pairs.append(result(whole.bfloat16()))
                 given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
-                kernel.launch_step(buffer, given, to, step, polls, rank)
+                kernel.launch(buffer, given, to, polls, rank)
                 self.kept += [bs, shards]
                 self.wanted += pairs
 

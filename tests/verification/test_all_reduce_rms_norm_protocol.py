@@ -20,7 +20,7 @@ from weft.kernels.all_reduce_rms_norm.configs import (
     choose_all_reduce_rms_norm,
     shape,
 )
-from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm, wide_layer_norm
+from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 
 EPS = 0.1  # so large that it shows in every dtype
@@ -90,11 +90,10 @@ def of_a_kind(
 
 
 def normed_by(kind: NormKind, wide: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    if kind.subtract_mean:
-        return wide_layer_norm(
-            wide, weight if kind.weight else None, bias if kind.bias else None, EPS, kind.weight_offset
-        )
-    return rms_norm(wide, weight, EPS, kind.weight_offset)
+    if not kind.subtract_mean:
+        return rms_norm(wide, weight, EPS, kind.weight_offset)
+    affine = weight if kind.weight else None, EPS, kind.weight_offset, bias if kind.bias else None
+    return rms_norm(wide, *affine, subtract_mean=True)
 
 
 # In cluster_reduce.cuh, and what the calls above must then show.

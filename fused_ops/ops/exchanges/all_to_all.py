@@ -36,19 +36,13 @@ class AllToAllCall(NamedTuple):
     def dims(self) -> tuple[int, int]:
         return self.scatter_dim, self.gather_dim
 
-    def shapes(self, world_size: int) -> tuple[list[int], list[int]]:
-        """Those of a part and of the result; the dimensions are not negative."""
-        return exchanged_shapes(self.x.shape, self.dims, world_size)
 
-
-def exchanged_shapes(
-    shape: Sequence[int], dims: tuple[int, int], world_size: int
-) -> tuple[list[int], list[int]]:
+def exchanged_shapes(shape: Sequence[int], dims: tuple[int, int], size: int) -> tuple[list[int], list[int]]:
     """Those of a part and of the result, by the dimensions that are scattered and gathered."""
     part, (scatter_dim, gather_dim) = list(shape), dims
-    part[scatter_dim] = part[scatter_dim] // world_size
+    part[scatter_dim] = part[scatter_dim] // size
     result = part.copy()
-    result[gather_dim] = result[gather_dim] * world_size
+    result[gather_dim] = result[gather_dim] * size
     return part, result
 
 
@@ -97,11 +91,11 @@ def run_all_to_all(
         return run_alone(choice, where, alone)
     if choice.algorithm == "one_shot":
         return run_beside(choice, where, alone, call.dims)
-    part, result = call.shapes(size)
+    part, result = exchanged_shapes(x.shape, call.dims, size)
     parts = x.unflatten(call.scatter_dim, (size, part[call.scatter_dim])).movedim(call.scatter_dim, 0)
     sent = as_bytes(parts.contiguous()).view(size, -1) if x.numel() else parts.new_empty(size, 0)
     if choice.is_unfused:
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         received = reference_all_to_all(sent, group)
     else:
         received = exchange_parts(choice.begin_on(where), sent, op)
@@ -118,7 +112,7 @@ ALL_TO_ALL: Op = Op(
     " -> Tensor",
     record=AllToAllCall,
     validate=_validate,
-    fake=lambda call, group: call.x.new_empty(call.shapes(group.size())[1]),
+    fake=lambda call, group: call.x.new_empty(exchanged_shapes(call.x.shape, call.dims, group.size())[1]),
     kernel="all_to_all",
     choose=_choose,
     run=run_all_to_all,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,7 +13,6 @@ from ....symm_mem import resolve_group
 from ....symm_mem.heap.heap import Heap
 from ... import validation
 from ...dispatch.choice import Choice, choose_kernel, launch_kernel
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from .. import gradients
@@ -56,15 +54,6 @@ def _validate(call: AllToAllMatmulCall) -> tuple[AllToAllMatmulCall, ProcessGrou
     return call._replace(scatter_dim=dim), group
 
 
-def _known_by(call: AllToAllMatmulCall) -> tuple[Hashable, Sequence[Tensor]]:
-    return (call.scatter_dim, call.return_A), (call.A, call.B)
-
-
-def _again(call: AllToAllMatmulCall) -> Result | None:
-    results = launch_again(EXCHANGED_OP, *_known_by(call), call.group_name)
-    return None if results is None else (results[0], (results[1] if call.return_A else None))
-
-
 def _choose(call: AllToAllMatmulCall, group: ProcessGroup) -> Choice:
     """The call is what validation returns."""
     if call.A.device.type == "cuda" and preferred_kernel() != "one_shot":
@@ -87,9 +76,7 @@ def _choose_kernel(call: AllToAllMatmulCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.GATHER_STEPS, used, staging, group, "too little is sent and multiplied")
 
 
-def run_all_to_all_matmul(
-    choice: Choice, where: Heap, call: AllToAllMatmulCall, group: ProcessGroup
-) -> Result:
+def _run(choice: Choice, where: Heap, call: AllToAllMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
         return _on_cuda(choice, where, call)
@@ -158,9 +145,8 @@ ALL_TO_ALL_MATMUL = Op(
     fake=_fake,
     kernel="all_to_all",
     choose=_choose,
-    run=run_all_to_all_matmul,
-    known_by=_known_by,
-    again=_again,
+    run=_run,
+    known_by=lambda call: ((call.scatter_dim, call.return_A), (call.A, call.B)),
     with_gradient=_with_gradient,
     flops=matmul_flops,
 )

@@ -20,8 +20,8 @@ from ...dispatch.choice import Choice, choose_kernel, launch_kernel, on_host
 from ...dispatch.plan import preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ...dispatch.stand_alone import StandAlone, choose_alone, run_beside
-from .. import gradients
 from ..all_gather import AllGatherCall, run_all_gather
+from ..gradients import ProductFunction, gradients_of_factors, product_beside
 from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
 
@@ -69,14 +69,12 @@ def _gathered(call: MatmulAllGatherCall, product: Tensor, size: int) -> StandAlo
     return StandAlone(OP, OP, [product], call.shape(size), call.shape(), gather_dim=call.A.dim() - 1)
 
 
-def run_matmul_all_gather(
-    choice: Choice, where: Heap, call: MatmulAllGatherCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllGatherCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "copy_engine":
         shape = call.shape(where.world_size)
         return launch_kernel(choice, where, OP, lambda made: [made[0].view(shape)])[0]
-    product = gradients.product_beside(choice, call.A, call.B)
+    product = product_beside(choice, call.A, call.B)
     if choice.algorithm == "one_shot":
         return run_beside(choice, where, _gathered(call, product, group.size()), None)
     gather = AllGatherCall(product, product.dim() - 1, call.group_name)
@@ -85,7 +83,7 @@ def run_matmul_all_gather(
 
 def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, name: str, size: int | None) -> Any:
     own = torch.ops.weft.one_shot_reduce_scatter(grad, "sum", grad.dim() - 1, name, group_size=size)
-    return gradients.gradients_of_factors(own, A, B, transposed)
+    return gradients_of_factors(own, A, B, transposed)
 
 
 MATMUL_ALL_GATHER: Op = Op(
@@ -96,10 +94,8 @@ MATMUL_ALL_GATHER: Op = Op(
     kernel="matmul_all_gather",
     sends_nothing=lambda call, group: 0 in call.shape(),
     choose=_choose,
-    run=run_matmul_all_gather,
+    run=_run,
     known_by=lambda call: (None, (call.A, call.B)),
-    with_gradient=lambda call: gradients.ProductFunction.apply(
-        MATMUL_ALL_GATHER, _gradients, call, *call[:2]
-    ),
+    with_gradient=lambda call: ProductFunction.apply(MATMUL_ALL_GATHER, _gradients, call, *call[:2]),
     flops=matmul_flops,
 )

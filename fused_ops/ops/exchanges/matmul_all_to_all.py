@@ -15,7 +15,7 @@ from ... import validation
 from ...dispatch.choice import Choice, choose_kernel, launch_kernel
 from ...dispatch.plan import num_sms, preferred_kernel
 from ...dispatch.staging import Staging, in_rows_or_columns
-from .. import gradients
+from ..gradients import ProductFunction, gradient_of_matrix, product_beside
 from ..matmul_reduce_scatter import matmul_flops
 from ..op import Op
 from .all_to_all import AllToAllCall, choose_exchange_beside, run_all_to_all
@@ -82,15 +82,13 @@ def _choose_kernel(call: MatmulAllToAllCall, group: ProcessGroup) -> Choice:
     return choose_kernel(on_cuda.SCATTER_STEPS, used, staging, group, "too little is multiplied and sent")
 
 
-def run_matmul_all_to_all(
-    choice: Choice, where: Heap, call: MatmulAllToAllCall, group: ProcessGroup
-) -> Tensor:
+def _run(choice: Choice, where: Heap, call: MatmulAllToAllCall, group: ProcessGroup) -> Tensor:
     """As the op; the call is what validation returns."""
     if choice.algorithm == "push":
         shape, dim = call.result_shape(where.world_size), call.gather_dim
         return launch_kernel(choice, where, APART_OP, lambda made: [made[0].view(shape).movedim(0, dim)])[0]
     front = call.front
-    product = gradients.product_beside(choice, front, call.B)
+    product = product_beside(choice, front, call.B)
     exchange = AllToAllCall(product, front.dim() - 1, 0, call.group_name)
     return run_all_to_all(choice, where, exchange, group, APART_OP).movedim(0, call.gather_dim)
 
@@ -102,7 +100,7 @@ def _gradients(grad: Tensor, A: Any, B: Any, transposed: bool, gather_dim: int, 
         grad_A, back = _ops.fused_all_to_all_matmul(grad, B.t(), dim, name, **named)
     else:
         back = _ops.one_shot_all_to_all(grad, dim, last, name, group_size=size)
-    return grad_A, None if A is None else gradients.gradient_of_matrix(A, back, transposed)
+    return grad_A, None if A is None else gradient_of_matrix(A, back, transposed)
 
 
 MATMUL_ALL_TO_ALL: Op = Op(
@@ -113,10 +111,8 @@ MATMUL_ALL_TO_ALL: Op = Op(
     kernel="all_to_all",
     sends_nothing=lambda call, group: 0 in call.result_shape(group.size()),
     choose=_choose,
-    run=run_matmul_all_to_all,
+    run=_run,
     known_by=lambda call: (call.gather_dim, (call.A, call.B)),
-    with_gradient=lambda call: gradients.ProductFunction.apply(
-        MATMUL_ALL_TO_ALL, _gradients, call, *call[:2]
-    ),
+    with_gradient=lambda call: ProductFunction.apply(MATMUL_ALL_TO_ALL, _gradients, call, *call[:2]),
     flops=matmul_flops,
 )

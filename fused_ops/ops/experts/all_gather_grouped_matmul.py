@@ -38,10 +38,6 @@ class AllGatherGroupedMatmulCall(NamedTuple):
     swiglu: bool = False
     group_size: int | None = None
 
-    @property
-    def added(self) -> list[Tensor]:
-        return self.biases or []
-
 
 def _validate(call: AllGatherGroupedMatmulCall) -> tuple[AllGatherGroupedMatmulCall, ProcessGroup]:
     """The call with dimension 0, and the group."""
@@ -82,7 +78,7 @@ def _choose(call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Choice:
 
 def _run(choice: Choice, where: Heap | None, call: AllGatherGroupedMatmulCall, group: ProcessGroup) -> Result:
     """As the op; the call is what validation returns."""
-    biases: list[Any] = call.added or [None] * len(call.Bs)
+    biases: list[Any] = call.biases or [None] * len(call.Bs)
     terms = list(zip(call.Bs, biases, strict=True))
     if choice.algorithm == CopiedConfig.algorithm:
         assert where is not None
@@ -173,7 +169,7 @@ def _gradient_of_shard(
 def _with_gradient(call: AllGatherGroupedMatmulCall) -> Result:
     _validate(call)  # the products alone take more
     products = call._replace(swiglu=False)
-    A, *outs = AllGatherGroupedMatmulFunction.apply(products, call.A_shard, *call.Bs, *call.added)
+    A, *outs = AllGatherGroupedMatmulFunction.apply(products, call.A_shard, *call.Bs, *(call.biases or ()))
     return (A if call.return_A else None), [activated(y, swiglu=call.swiglu) for y in outs]
 
 

@@ -1,12 +1,13 @@
-"""fused_moe_combine_all_reduce and fused_moe_combine_reduce_scatter, and how all sums of experts' outputs are reduced:
-from tensors to a kernel, and back."""
+"""fused_moe_combine_all_reduce and fused_moe_combine_reduce_scatter, and of all sums of experts' outputs what is put
+together and refused, how it is reduced, and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -15,36 +16,90 @@ from ....kernels.device.collective.host_exchange import exchange_layout
 from ....kernels.device.collective.rounds import choose_rounds, rounds_layout
 from ....kernels.device.comm.exchange_time import estimate_reduce_scatter_us
 from ....symm_mem import resolve_group
+from ... import validation
 from ...dispatch.all_reduces import NotYet, choose_sum
 from ...dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from .. import all_reduce, reduce_scatter
+from ..gradients import refuse_second_gradient
 from ..op import Op
-from .combined import CombineFunction, Reduction, combined_of, how_reduced, validate_combined
 
-if TYPE_CHECKING:
-    from ....kernels.device.jit.program import Program
+_ops = torch.ops.weft
 
 
-class CombineAllReduceCall(NamedTuple):
-    y: Tensor
-    slots: Tensor
-    weights: Tensor
+class Reduction(NamedTuple):
+    """What ends an op. ``scatter_dim``: of an all-reduce None, of a call that is validated not negative."""
+
+    reduce_op: str
+    scatter_dim: int | None
     group_name: str
-    shared: Tensor | None = None
-    group_size: int | None = None
+    group_size: int | None
+
+    def checked(self, call: Any, combined: Combined, group: ProcessGroup) -> Any:
+        """The call with a dimension that is not negative, if it has one."""
+        if self.scatter_dim is None:
+            return call
+        dim = validation.checked_dim("scatter_dim", self.scatter_dim, "result", 2)
+        if (size := combined.result_shape[dim]) % group.size():
+            raise ValueError(
+                f"scatter_dim: what is scattered has size {size} there, must be a multiple of {group.size()} ranks"
+            )
+        return call._replace(scatter_dim=dim)
+
+    def result_shape(self, combined: Combined, world_size: int) -> list[int]:
+        shape, dim = list(combined.result_shape), self.scatter_dim
+        if dim is not None:
+            shape[dim] = shape[dim] // world_size
+        return shape
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """That of what each rank gives, of those of all ranks' results."""
+        name, size = self.group_name, self.group_size
+        if self.scatter_dim is None:
+            found: Tensor = _ops.one_shot_all_reduce(grad, self.reduce_op, name, group_size=size)
+        else:
+            grad = grad / resolve_group(name).size() if self.reduce_op == "avg" else grad
+            found = _ops.one_shot_all_gather(grad, self.scatter_dim, name, group_size=size)
+        return found
 
 
-class CombineReduceScatterCall(NamedTuple):
-    y: Tensor
-    slots: Tensor
-    weights: Tensor
-    scatter_dim: int
-    group_name: str
-    shared: Tensor | None = None
-    group_size: int | None = None
+def combined_of(call: Any) -> Combined:
+    return Combined(call.y, call.slots, call.weights, call.shared)
+
+
+def how_reduced(call: Any) -> Reduction:
+    """Of a call that does not say it a sum, for all ranks."""
+    reduce_op, dim = getattr(call, "reduce_op", "sum"), getattr(call, "scatter_dim", None)
+    return Reduction(reduce_op, dim, call.group_name, call.group_size)
+
+
+def validate_combined(combined: Combined, like_name: str = "y") -> None:
+    """``like_name``: the argument that has the dtype and the device of y."""
+    y, slots, weights, shared = combined
+    for name, tensor in (("y", y), ("slots", slots)):
+        validation.dimensions(name, tensor, 2)
+    validation.float_dtype("y", y)
+    if slots.dtype != torch.int32:
+        raise TypeError(f"slots: is {slots.dtype}, must be torch.int32")
+    if slots.shape[1] == 0:
+        raise ValueError(f"slots: has shape {tuple(slots.shape)}, must have a column for each choice")
+    validation.must_have_shape("weights", weights, slots.shape, " like slots")
+    if weights.dtype != torch.float32:
+        validation.dtype_like("weights", weights, y, like_name, " or torch.float32" * (y.dtype.itemsize == 2))
+    for name, tensor in (("slots", slots), ("weights", weights)):
+        validation.same_device(name, tensor, y, like_name)
+    if shared is not None:
+        shape = slots.shape[0], y.shape[1]
+        validation.must_have_shape("shared", shared, shape, ": a row of the sum for each token")
+        validation.like_tensor("shared", shared, y, like_name)
+
+
+def save_combined(ctx: Any, call: Any, wanted: Sequence[bool], *more: Tensor | None) -> None:
+    """What ``Combined.gradients`` needs, of those of y, weights and shared that are wanted."""
+    y = call.y if wanted[1] else call.y.new_empty(()).expand(call.y.shape)
+    ctx.save_for_backward(y, call.slots, call.weights, *more)
 
 
 def choose_combined(combined: Combined, how: Reduction, group: ProcessGroup) -> Choice:
@@ -64,15 +119,12 @@ def _choose_sum(combined: Combined, wanted: CombinedSum, group: ProcessGroup) ->
         return replace(unfused(reason), programs=chosen.programs)  # those of the all-reduce by itself
     from ....kernels.all_reduce import cuda_kernel
 
-    config = chosen.how.config
-
-    def programs() -> list[Program]:
-        return [cuda_kernel.all_reduce_program(group.size(), group.rank(), *wanted.defined)]
-
-    def make(place: Any) -> Any:
-        return cuda_kernel.combine_all_reduce_launcher(place, wanted, config)
-
-    return replace(chosen, programs=programs, how=KernelOf(wanted, make))
+    config, size, rank = chosen.how, group.size(), group.rank()
+    return replace(
+        chosen,
+        programs=lambda: [cuda_kernel.all_reduce_program(size, rank, *wanted.defined)],
+        how=KernelOf(wanted, lambda place: cuda_kernel.combine_all_reduce_launcher(place, wanted, config)),
+    )
 
 
 def _choose_part(combined: Combined, wanted: CombinedSum, dim: int, group: ProcessGroup) -> Choice:
@@ -83,30 +135,22 @@ def _choose_part(combined: Combined, wanted: CombinedSum, dim: int, group: Proce
     from ....kernels.device.collective.launch import MOST_BYTES
     from ....kernels.reduce_scatter import cuda_kernel
 
-    part = hidden // size if dim else hidden
-    if (reason := why_not_combined(tokens, part, dtype)) is not None:
-
-        def alone() -> list[Program]:
-            return [cuda_kernel.reduce_scatter_program(size, group.rank(), dtype, reduce_op)]
-
-        return replace(unfused(reason), programs=alone)  # that of the reduce-scatter by itself
+    part, program = hidden // size if dim else hidden, cuda_kernel.reduce_scatter_program
+    if (reason := why_not_combined(tokens, part, dtype)) is not None:  # the program is that of it by itself
+        return replace(unfused(reason), programs=lambda: [program(size, group.rank(), dtype, reduce_op)])
     if nbytes > MOST_BYTES:
         return unfused(f"a part has {nbytes} bytes, more than the {MOST_BYTES} that the kernels take")
     config = choose_rounds(size, num_sms(y.device), exact=False)
-
-    def programs() -> list[Program]:
-        return [cuda_kernel.reduce_scatter_program(size, group.rank(), *wanted.defined)]
-
-    def make(place: Any) -> Any:
-        return cuda_kernel.combine_reduce_scatter_launcher(place, wanted, dim, config)
-
     return Choice(
         "push",
         kind=ALL_REDUCE,
         layout=rounds_layout(cuda_kernel.scatter_problem(wanted, dim, size).vectors, size, config),
         predicted_us=estimate_reduce_scatter_us(nbytes, size),
-        programs=programs,
-        how=KernelOf((wanted, dim), make),
+        programs=lambda: [program(size, group.rank(), *wanted.defined)],
+        how=KernelOf(
+            (wanted, dim),
+            lambda place: cuda_kernel.combine_reduce_scatter_launcher(place, wanted, dim, config),
+        ),
     )
 
 
@@ -125,8 +169,24 @@ def reduce_combined(
         return reduce_scatter.run_reduce_scatter(choice, where, call, group, op=op)
     # The bits of the all-reduce, whatever is put together by a kernel.
     part = reduce_scatter.run_reduce_scatter(reduce_scatter.choose_part(call, group), where, call, group)
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return part
+
+
+class CombineFunction(torch.autograd.Function):
+    """An op's call, of which there is a ``Reduction``."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, call: Any, y: Tensor, weights: Tensor, shared: Tensor | None) -> Any:
+        ctx.op, ctx.reduction = op.name, how_reduced(call)
+        save_combined(ctx, call, ctx.needs_input_grad[2:])
+        return op.run_below_autograd(call)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_gradient(ctx.op)
+        whole = ctx.reduction.gradient(grad)
+        return None, None, *Combined(*ctx.saved_tensors).gradients(whole, ctx.needs_input_grad[2:])
 
 
 def _validate(call: Any) -> tuple[Any, ProcessGroup]:
@@ -141,10 +201,9 @@ def _known_by(call: Any) -> Known:
     return how_reduced(call).scatter_dim, given if shared is None else (*given, shared)
 
 
-def _op(schema: str, record: Callable[..., Any], kernel: str) -> Op:
-    op = Op(
+def _op(schema: str, kernel: str) -> Op:
+    op: Op = Op(
         schema,
-        record=record,
         validate=_validate,
         fake=lambda call, group: call.y.new_empty(
             how_reduced(call).result_shape(combined_of(call), group.size())
@@ -165,12 +224,10 @@ def _op(schema: str, record: Callable[..., Any], kernel: str) -> Op:
 MOE_COMBINE_ALL_REDUCE = _op(
     "fused_moe_combine_all_reduce(Tensor y, Tensor slots, Tensor weights, str group_name, *, Tensor? shared=None,"
     " int? group_size=None) -> Tensor",
-    CombineAllReduceCall,
     "all_reduce",
 )
 MOE_COMBINE_REDUCE_SCATTER = _op(
     "fused_moe_combine_reduce_scatter(Tensor y, Tensor slots, Tensor weights, int scatter_dim, str group_name, *,"
     " Tensor? shared=None, int? group_size=None) -> Tensor",
-    CombineReduceScatterCall,
     "reduce_scatter",
 )

@@ -10,13 +10,14 @@ from torch.distributed import ProcessGroup
 
 from ....kernels.all_reduce_rms_norm import COMBINE as OP
 from ....kernels.all_reduce_rms_norm.reference import Affine, NormKind
+from ....kernels.device.collective.combine import Combined
 from ....symm_mem import resolve_group
 from ...dispatch.choice import Known
 from ...dispatch.stand_alone import KINDS
 from ..all_reduce_rms_norm import NormOperands, choose_norm, norm_gradients, run_norm, validate_norm
 from ..gradients import refuse_second_gradient
 from ..op import Op
-from .combined import combined_gradients, combined_of, save_combined, validate_combined
+from .combine import combined_of, save_combined, validate_combined
 
 
 class CombineRmsNormCall(NamedTuple):
@@ -77,7 +78,7 @@ class CombineRmsNormFunction(torch.autograd.Function):
         if any(wanted):
             name, size = ctx.group
             whole = torch.ops.weft.one_shot_all_reduce(total, "sum", name, group_size=size)
-            found = combined_gradients(combined, whole, wanted)
+            found = Combined(*combined).gradients(whole, wanted)
         return None, *found, total if of_residual else None, grad_weight
 
 

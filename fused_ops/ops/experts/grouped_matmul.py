@@ -23,7 +23,7 @@ from ....kernels.grouped_matmul.reference import (
 from ... import validation
 from ...dispatch.plan import num_sms
 from ..gradients import refuse_second_gradient
-from .local import define
+from ..op import define
 
 _ops = torch.ops.weft
 _UNIT = 8  # numbers of 16 bits that TMA and torch's grouped product want rows to be a multiple of
@@ -162,13 +162,6 @@ def _prepared(layout: tuple[Any, ...], sms: int, gated: bool) -> Any:
     return GroupedMatmul(a, bs, replace(config, gated=gated), sms)
 
 
-def _multiply_one(
-    A: Tensor, B: Tensor, offs: Tensor, rows: Tensor | None, bias: Tensor | None, swiglu: bool = False
-) -> Tensor:
-    (out,) = multiply(A, [(B, bias)], offs, rows, swiglu=swiglu)
-    return out
-
-
 def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
     """[count, N]: sums in float32 of rows [R, N] by index [R], in their order. Those of other indices are left out."""
     sums = values.new_zeros(count + 1, values.shape[1], dtype=torch.float32)
@@ -229,9 +222,7 @@ def _gradient_of_b(A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, t
     return torch._grouped_mm(taken.t(), grad, offs)
 
 
-def _fake_gradient_of_b(
-    A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool
-) -> Tensor:
+def _fake_of_b(A: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None, transposed: bool) -> Tensor:
     experts, k, n = offs.shape[0], A.shape[1], grad.shape[1]
     return A.new_empty(experts, n, k).mT if transposed else A.new_empty(experts, k, n)
 
@@ -239,7 +230,7 @@ def _fake_gradient_of_b(
 define(
     "grouped_matmul(Tensor A, Tensor B, Tensor offs, Tensor? rows, Tensor? bias, bool swiglu=False) -> Tensor",
     validate_grouped,
-    _multiply_one,
+    lambda A, B, offs, rows, bias, swiglu=False: multiply(A, [(B, bias)], offs, rows, swiglu=swiglu)[0],
     lambda A, B, offs, rows, bias, swiglu=False: A.new_empty(
         (A if rows is None else rows).shape[0], B.shape[2] // (1 + swiglu)
     ),
@@ -249,7 +240,7 @@ define(
     "grouped_matmul_gradient_of_b(Tensor A, Tensor grad, Tensor offs, Tensor? rows, bool transposed) -> Tensor",
     lambda *_: None,
     _gradient_of_b,
-    _fake_gradient_of_b,
+    _fake_of_b,
 )
 define(
     "sum_by_index(Tensor values, Tensor index, int count) -> Tensor",

@@ -3,9 +3,9 @@ add up to over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,48 +19,14 @@ from ... import validation
 from ...dispatch.choice import Choice
 from ..gradients import refuse_second_gradient
 from ..op import Op, on_device
-from .combine import choose_combined, reduce_combined
-from .combined import how_reduced, validate_combined
+from .combine import choose_combined, how_reduced, reduce_combined, validate_combined
 from .grouped_matmul import multiply, validate_grouped
 
 ALL_REDUCE_OP = "fused_grouped_matmul_all_reduce"
-REDUCE_SCATTER_OP = "fused_grouped_matmul_reduce_scatter"
 _ops = torch.ops.weft
 
 
-class GroupedMatmulAllReduceCall(NamedTuple):
-    A: Tensor
-    B: Tensor
-    offs: Tensor
-    slots: Tensor
-    weights: Tensor
-    reduce_op: str
-    group_name: str
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    shared: Tensor | None = None
-    group_size: int | None = None
-
-
-class GroupedMatmulReduceScatterCall(NamedTuple):
-    A: Tensor
-    B: Tensor
-    offs: Tensor
-    slots: Tensor
-    weights: Tensor
-    reduce_op: str
-    scatter_dim: int
-    group_name: str
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    shared: Tensor | None = None
-    group_size: int | None = None
-
-
-Call: TypeAlias = GroupedMatmulAllReduceCall | GroupedMatmulReduceScatterCall
-
-
-def _combined(call: Call, y: Tensor | None = None) -> Combined:
+def _combined(call: Any, y: Tensor | None = None) -> Combined:
     """With the product y, or before there is one: with a tensor of its shape, device and dtype, without memory of its
     own."""
     if y is None:
@@ -68,7 +34,7 @@ def _combined(call: Call, y: Tensor | None = None) -> Combined:
     return Combined(y, call.slots, call.weights, call.shared)
 
 
-def _validate(call: Call) -> tuple[Call, ProcessGroup]:
+def _validate(call: Any) -> tuple[Any, ProcessGroup]:
     """The call with a dimension that is not negative, if it has one, and the group."""
     group = resolve_group(call.group_name)
     validate_grouped(call.A, call.B, call.offs, None, call.bias)
@@ -82,7 +48,7 @@ def _validate(call: Call) -> tuple[Call, ProcessGroup]:
     return call, group
 
 
-def _run(op: str, choice: Choice, where: Heap | None, call: Call, group: ProcessGroup) -> Tensor:
+def _run(op: str, choice: Choice, where: Heap | None, call: Any, group: ProcessGroup) -> Tensor:
     with on_device(call.A):
         (y,) = multiply(call.A, [(call.B, call.bias)], call.offs, None)
         combined = _combined(call, y)
@@ -145,13 +111,12 @@ class SavedProduct(NamedTuple):
 
 class GroupedMatmulSumFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Op, call: Call, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, op: Op, call: Any, *tensors: Tensor | None) -> Any:
         ctx.op, ctx.reduction = op.name, how_reduced(call)
         _, of_b, of_weights, *_ = ctx.needs_input_grad[2:]
         product = SavedProduct(call.A, call.B, call.offs, call.slots, call.weights, call.bias)
         ctx.save_for_backward(*product.without_unneeded(of_b, of_weights))
-        done: Tensor = op.run_below_autograd(call)
-        return done
+        return op.run_below_autograd(call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -169,10 +134,9 @@ _OPERANDS = "Tensor A, Tensor B, Tensor offs, Tensor slots, Tensor weights, str 
 _TERMS = "Tensor? bias=None, Tensor? residual=None, Tensor? shared=None, int? group_size=None"
 
 
-def _op(name: str, schema: str, record: Callable[..., Any], kernel: str) -> Op:
-    op = Op(
-        f"{name}({_OPERANDS}, {schema}, *, {_TERMS}) -> Tensor",
-        record=record,
+def _op(name: str, group: str, kernel: str) -> Op:
+    op: Op = Op(
+        f"{name}({_OPERANDS}, {group}, *, {_TERMS}) -> Tensor",
         validate=_validate,
         fake=lambda call, group: call.A.new_empty(
             how_reduced(call).result_shape(_combined(call), group.size())
@@ -191,7 +155,6 @@ def _op(name: str, schema: str, record: Callable[..., Any], kernel: str) -> Op:
     return op
 
 
-GROUPED_MATMUL_ALL_REDUCE = _op(ALL_REDUCE_OP, "str group_name", GroupedMatmulAllReduceCall, "all_reduce")
-GROUPED_MATMUL_REDUCE_SCATTER = _op(
-    REDUCE_SCATTER_OP, "int scatter_dim, str group_name", GroupedMatmulReduceScatterCall, "reduce_scatter"
-)
+GROUPED_MATMUL_ALL_REDUCE = _op(ALL_REDUCE_OP, "str group_name", "all_reduce")
+_SCATTERED = "int scatter_dim, str group_name"
+GROUPED_MATMUL_REDUCE_SCATTER = _op("fused_grouped_matmul_reduce_scatter", _SCATTERED, "reduce_scatter")

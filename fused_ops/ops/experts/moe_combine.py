@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +28,7 @@ from .moe_dispatch import KNOWN, choose_rows, validate_places
 _ops = torch.ops.weft
 
 
-class MoeCombineCall(NamedTuple):
-    y: Tensor
-    slots: Tensor
-    choices: Tensor
-    ranks: Tensor
-    weights: Tensor | None
-    group_name: str
-    group_size: int | None = None
-
-    def combined(self, weights: Tensor) -> Combined:
-        """``weights``: of all ranks' tokens."""
-        return Combined(self.y, self.slots, weights, None)
-
-
-def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGroup]:
+def _validate_combine(call: Any) -> tuple[Any, ProcessGroup]:
     group, (y, slots, choices, _, weights) = validate_places(call), call[:5]
     if y.shape[0] != choices.shape[0]:
         raise ValueError(f"y: has {y.shape[0]} rows, must have {choices.shape[0]}, as moe_dispatch returned")
@@ -55,16 +41,14 @@ def _validate_combine(call: MoeCombineCall) -> tuple[MoeCombineCall, ProcessGrou
     return call, group
 
 
-def _choose_combine(call: MoeCombineCall, group: ProcessGroup) -> Choice:
+def _choose_combine(call: Any, group: ProcessGroup) -> Choice:
     (rows, hidden), y, (tokens, choices) = call.y.shape, call.y, call.slots.shape
     wide = call.weights is None or call.weights.dtype != y.dtype
     problem = MoeProblem("combine", tokens // group.size(), hidden, rows, choices, y.dtype, wide)
     return choose_rows(y, problem, group)
 
 
-def _run_combine(
-    choice: Choice, where: Heap | None, call: MoeCombineCall, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def _run_combine(choice: Choice, where: Heap | None, call: Any, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """Also all ranks' weights."""
     slots, size = call.slots, group.size()
     with on_device(call.y):
@@ -72,13 +56,13 @@ def _run_combine(
             weights = torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
         else:
             weights = gather_within(call.weights, group, BACK)
-        combined = call.combined(weights)
+        combined = Combined(call.y, slots, weights)
         if where is not None and choice.algorithm == "host":
             return host_moe_combine(choice.begin_on(where), combined, call.ranks), weights
         if where is not None and choice.algorithm == "push":
             shape, given = (slots.shape[0] // size, call.y.shape[1]), (call.y, slots, call.ranks, weights)
             return launch_push(BACK, replace(choice, known=None), where, given, [(shape, None)])[0], weights
-        ran(choice.plan_in(None))
+        ran(choice.plan_of())
         total = combined.total()
         if total.numel() == 0:
             return total.new_empty(total.shape[0] // size, total.shape[1]), weights
@@ -89,7 +73,7 @@ def _run_combine(
 
 class MoeCombineFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: MoeCombineCall, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: Any, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.group = call.group_name, call.group_size
         ctx.set_materialize_grads(False)
         out, every = MOE_COMBINE.run_below_autograd(call)
@@ -122,7 +106,7 @@ class MoeCombineFunction(torch.autograd.Function):
         return None, for_y, for_weights
 
 
-def _fake_combine(call: MoeCombineCall, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _fake_combine(call: Any, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     y, weights, slots = call.y, call.weights, call.slots
     dtype = torch.float32 if weights is None else weights.dtype
     return y.new_empty(slots.shape[0] // group.size(), y.shape[1]), y.new_empty(slots.shape, dtype=dtype)
@@ -130,7 +114,6 @@ def _fake_combine(call: MoeCombineCall, group: ProcessGroup) -> tuple[Tensor, Te
 
 MOE_COMBINE = Op(
     f"moe_combine(Tensor y, {KNOWN}, Tensor? weights, str group_name, *, int? group_size=None) -> (Tensor, Tensor)",
-    record=MoeCombineCall,
     validate=_validate_combine,
     fake=_fake_combine,
     kernel="moe_dispatch",

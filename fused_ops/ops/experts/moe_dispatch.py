@@ -26,12 +26,11 @@ from ....symm_mem.heap.heap import Heap
 from ....symm_mem.heap.overflow import overflow_note, raise_noted, refuse_overflow
 from ... import validation
 from ...dispatch.choice import Choice, KernelOf, Known, launch_push, on_host, unfused
-from ...dispatch.launch_cache import launch_again
 from ...dispatch.plan import num_sms, ran
 from ...dispatch.stand_alone import KINDS
 from ...dispatch.workspaces import ALL_REDUCE
 from ..all_gather import gather_within
-from ..gradients import refuse_gradient, refuse_second_gradient
+from ..gradients import refuse_second_gradient
 from ..op import Op, on_device
 from .grouped_matmul import validate_index
 from .moe_route import has_route_kernel, run_route, validate_route
@@ -49,10 +48,6 @@ class MoeDispatchCall(NamedTuple):
     align: int = 1
     group_size: int | None = None
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.num_experts, self.capacity, self.align
-
     def experts(self, group: ProcessGroup) -> ExpertRanks:
         return ExpertRanks(self.num_experts, group.size(), group.rank(), self.align)
 
@@ -68,15 +63,6 @@ class MoeDispatchCall(NamedTuple):
         """Of offs, slots, choices and ranks."""
         (tokens, k), each = self.topk_ids.shape, self.num_experts // world_size
         return [(each,), (world_size * tokens, k), (self.rows(world_size),), (world_size * tokens,)]
-
-
-class MoeDispatchAgainCall(NamedTuple):
-    x: Tensor
-    slots: Tensor
-    choices: Tensor
-    ranks: Tensor
-    group_name: str
-    group_size: int | None = None
 
 
 def _validate_dispatch(call: MoeDispatchCall) -> tuple[MoeDispatchCall, ProcessGroup]:
@@ -125,7 +111,7 @@ def validate_places(call: Any) -> ProcessGroup:
     return group
 
 
-def _validate_again(call: MoeDispatchAgainCall) -> tuple[MoeDispatchAgainCall, ProcessGroup]:
+def _validate_again(call: Any) -> tuple[Any, ProcessGroup]:
     group = validate_places(call)
     if call.x.shape[0] * group.size() != call.slots.shape[0]:
         raise ValueError(
@@ -176,16 +162,14 @@ def _choose_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> Choice:
         note = overflow_note(call.x.device, name)
         return route.DispatchLauncher(moe.make(place), place, sizes, ids.dtype, note)
 
-    def programs() -> list[Any]:
-        return [*choice.programs(), route.dispatch_route_program(of.world_size, of.rank, ids.dtype)]
-
+    program = of.world_size, of.rank, ids.dtype
     slots = up(slots_for(-(-ids.numel() // 4), ROUTE_BLOCKS), 2 * WARP)
     return replace(
         choice,
         layout=choice.layout.joined(
             ExchangeLayout(of.world_size, slots, choice.layout.blocks + ROUTE_BLOCKS)
         ),
-        programs=programs,
+        programs=lambda: [*choice.programs(), route.dispatch_route_program(*program)],
         how=KernelOf((moe.key, sizes, ids.dtype), make),
     )
 
@@ -198,7 +182,7 @@ def _is_routed(call: MoeDispatchCall, group: ProcessGroup) -> bool:
     return fits and has_route_kernel(call.topk_ids)
 
 
-def _choose_again(call: MoeDispatchAgainCall, group: ProcessGroup) -> Choice:
+def _choose_again(call: Any, group: ProcessGroup) -> Choice:
     (tokens, hidden), rows = call.x.shape, call.choices.shape[0]
     return choose_rows(
         call.x, MoeProblem("dispatch", tokens, hidden, rows, call.slots.shape[1], call.x.dtype), group
@@ -208,7 +192,7 @@ def _choose_again(call: MoeDispatchAgainCall, group: ProcessGroup) -> Choice:
 def _run_dispatch(
     choice: Choice, where: Heap | None, call: MoeDispatchCall, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    raise_noted(call.group_name)  # before anything is launched: it breaks no group
+    raise_noted(call.group_name)
     with on_device(call.x):
         of, capacity = call.experts(group), call.rows(group.size())
         if choice.algorithm == "push" and where is not None and _is_routed(call, group):
@@ -223,16 +207,12 @@ def _run_dispatch(
         offs, slots, choices, ranks, needed = rows_by_expert(ids, (routed[0], routed[1]), of, capacity)
         refuse_overflow(needed, capacity, call.group_name)
         places = slots, choices, ranks
-        again = MoeDispatchAgainCall(call.x, *places, call.group_name)
+        again = MOE_DISPATCH_AGAIN.record(call.x, *places, call.group_name)
         return _run_again(choice, where, again, group, offs if call.align > 1 else None), offs, *places
 
 
 def _run_again(
-    choice: Choice,
-    where: Heap | None,
-    call: MoeDispatchAgainCall,
-    group: ProcessGroup,
-    offs: Tensor | None = None,
+    choice: Choice, where: Heap | None, call: Any, group: ProcessGroup, offs: Tensor | None = None
 ) -> Tensor:
     """``offs``: rows that fill experts up are to be zeros; on CUDA rows of no choice hold anything else."""
     k = call.slots.shape[1]
@@ -242,7 +222,7 @@ def _run_again(
         given = [call.x, call.slots, call.ranks, *(() if offs is None else (call.choices, offs))]
         shape = call.choices.shape[0], call.x.shape[1]
         return launch_push(OP, replace(choice, known=None), where, given, [(shape, None)])[0]
-    ran(choice.plan_in(None))
+    ran(choice.plan_of())
     return take_tokens(reference_all_gather(call.x, 0, group), call.choices, k)
 
 
@@ -265,15 +245,10 @@ class MoeDispatchFunction(torch.autograd.Function):
         return None, _ops.moe_combine(grad, *ctx.saved_tensors, None, name, group_size=size)[0]
 
 
-def _dispatch_again(call: MoeDispatchCall) -> list[Tensor] | None:
-    raise_noted(call.group_name)
-    known = _known_by(call)
-    return None if known is None else launch_again(OP, *known, call.group_name, KINDS)
-
-
 def _known_by(call: MoeDispatchCall) -> Known:
+    raise_noted(call.group_name)  # before anything is launched: it breaks no group
     symbolic = not isinstance(call.capacity, int | None)
-    return None if symbolic else (call.arguments, (call.x, call.topk_ids))
+    return None if symbolic else ((call.num_experts, call.capacity, call.align), (call.x, call.topk_ids))
 
 
 def _fake_dispatch(call: MoeDispatchCall, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -293,12 +268,11 @@ MOE_DISPATCH = Op(
     choose=_choose_dispatch,
     run=_run_dispatch,
     known_by=_known_by,
-    again=_dispatch_again,
+    kinds=KINDS,
     with_gradient=lambda call: MoeDispatchFunction.apply(call, call.x),
 )
 MOE_DISPATCH_AGAIN = Op(
     f"moe_dispatch_again(Tensor x, {KNOWN}, str group_name, *, int? group_size=None) -> Tensor",
-    record=MoeDispatchAgainCall,
     validate=_validate_again,
     fake=lambda call, group: call.x.new_empty(call.choices.shape[0], call.x.shape[1]),
     kernel="moe_dispatch",
@@ -306,5 +280,5 @@ MOE_DISPATCH_AGAIN = Op(
     run=_run_again,
     known_by=lambda call: (None, call[:4]),
     kinds=KINDS,
-    with_gradient=lambda call: refuse_gradient(_validate_again, call, " in the gradient of moe_combine"),
+    with_gradient=" in the gradient of moe_combine",
 )

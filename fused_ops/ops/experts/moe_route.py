@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....kernels.device.capability import why_no_kernel_on
 from ....kernels.moe_route.reference import MOST_EXPERTS, reference_route
-from .local import define
+from ..op import define
 
 
 def validate_route(ids: Tensor, num_experts: int, first: int, count: int) -> None:

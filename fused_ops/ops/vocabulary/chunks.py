@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from ....kernels.linear_cross_entropy.reference import (
     reference_gradient,
     reference_statistics,
 )
-from ..experts.local import define
-from ..op import on_device
+from ..op import define, on_device, record_of
 
 #: Of a chunk, at least: not by what a rank has of the vocabulary, as all must cut alike. Its products fill a GPU.
 ROWS = 2048
@@ -193,23 +192,17 @@ def _numbered(blocks: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         first += block.shape[1]
 
 
-class GradientsCall(NamedTuple):
-    """Of the gradients of what was computed in chunks, by ``gradient_terms``. Without a weight x are the logits."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    targets: Tensor
-    bounds: Tensor
-    terms: Tensor
-    extra: str
-    softcap: float | None
-    temperature: float
-    wanted: Sequence[bool]
+_SCHEMA = (
+    "linear_cross_entropy_gradients(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, Tensor bounds,"
+    " Tensor terms, str extra, float? softcap, float temperature, bool[] wanted) -> Tensor[]"
+)
+_record = record_of(_SCHEMA)
 
 
-def _run(call: GradientsCall) -> list[Tensor]:
-    """This rank's; nothing is sent."""
+def _run(*args: Any) -> list[Tensor]:
+    """This rank's gradients of what was computed in chunks; nothing is sent. ``terms``: of ``gradient_terms``. Without
+    a weight x are the logits."""
+    call = _record(*args)
     columns = Columns(
         call.targets.reshape(-1), call.bounds[:1], Scores(call.softcap, call.temperature), call.extra
     )
@@ -239,9 +232,8 @@ def fake_gradients(
 
 
 define(
-    "linear_cross_entropy_gradients(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, Tensor bounds,"
-    " Tensor terms, str extra, float? softcap, float temperature, bool[] wanted) -> Tensor[]",
+    _SCHEMA,
     lambda *_: None,
-    lambda *args: _run(GradientsCall(*args)),
+    _run,
     lambda *args: fake_gradients(args[0], args[1], args[2], args[-1]),
 )

@@ -213,9 +213,7 @@ def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor 
 
 class SummedLossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, op: Op, call: LinearCrossEntropyCall, *_: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.op = op.name
         ctx.wanted, ctx.multiplied = tuple(ctx.needs_input_grad[2:]), False
         of_x, of_weight, of_bias = ctx.wanted
@@ -245,10 +243,10 @@ class SummedLossFunction(torch.autograd.Function):
 class RowStatisticsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: Op, call: LinearCrossEntropyCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any, op: Op, call: LinearCrossEntropyCall, *given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         values, bounds, _ = op.run_below_autograd(call)
-        ctx.save_for_backward(x, weight, bias, call.targets, bounds, values)
+        ctx.save_for_backward(*given, call.targets, bounds, values)
         ctx.op = op.name
         ctx.scored = call.extra, call.softcap, call.temperature
         ctx.mark_non_differentiable(bounds)
@@ -274,20 +272,14 @@ def _with_gradient(op: Op, call: LinearCrossEntropyCall) -> tuple[Tensor, Tensor
 
 
 def _flops(
-    x: Sequence[int],
-    weight: Sequence[int] | None,
-    *_: Any,
-    of_x: bool = False,
-    of_weight: bool = False,
-    **__: Any,
+    x: Sequence[int], weight: Any, *_: Any, of_x: bool = False, of_weight: bool = False, **__: Any
 ) -> int:
-    products = 1 + of_x + of_weight
-    return 0 if weight is None else 2 * products * math.prod(x) * weight[0]
+    return 0 if weight is None else 2 * (1 + of_x + of_weight) * math.prod(x) * weight[0]
 
 
 def _named(name: str) -> Op:
     """All compute the same: their functions make different things of it, and errors say which one was called."""
-    op = Op(
+    op: Op = Op(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, Tensor targets, str group_name, *, int? vocab_start=None,"
         " bool summed=False, bool mean=False, str extra='', int ignore_index=-100, float label_smoothing=0.0,"
         " float z_loss=0.0, float? softcap=None, float temperature=1.0, bool partial_x=False, bool of_x=False,"

@@ -85,7 +85,7 @@ class Combined(NamedTuple):
     y: torch.Tensor
     slots: torch.Tensor
     weights: torch.Tensor
-    shared: torch.Tensor | None
+    shared: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:

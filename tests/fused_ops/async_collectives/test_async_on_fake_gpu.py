@@ -12,10 +12,9 @@ import torch
 from fake_gpu import DEADLINE, NAME, STREAM, WORLD_SIZE, Stage
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops.async_collectives.call import AsyncCall
+from weft.fused_ops.async_collectives.call import AsyncCall, Started
 from weft.fused_ops.async_collectives.on_cuda import CallsOnStream, choose_async, start_on_cuda
-from weft.fused_ops.async_collectives.run import fast_start
-from weft.fused_ops.async_collectives.started import Started
+from weft.fused_ops.async_collectives.registration import fast_start
 from weft.fused_ops.dispatch import plan
 from weft.kernels.async_collectives.cuda_kernel import AsyncProblem
 

@@ -261,7 +261,7 @@ def test_products_around_all_to_alls(two: str, dtype: torch.dtype, m: int) -> No
         wide = torch.empty(4096, 4096, dtype=dtype, device="cuda")
 
     def asked(*ops: str) -> dict[str, tuple[str, str]]:
-        on_cuda._choices.clear()
+        on_cuda.choose_scatter_kernel.clear()
         given = {
             "fused_matmul_reduce_scatter": (x, w, "sum", 1, None),
             "fused_matmul_all_to_all": (x, w, 0, None),

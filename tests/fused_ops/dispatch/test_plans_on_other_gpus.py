@@ -40,8 +40,8 @@ COLLECTIVES = (
 
 def _forget() -> None:
     device_spec_of.cache_clear()
-    gathers._choices.clear()
-    scatters._choices.clear()
+    gathers.choose_gather_kernel.clear()
+    scatters.choose_scatter_kernel.clear()
 
 
 @pytest.fixture

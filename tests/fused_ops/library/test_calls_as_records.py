@@ -10,8 +10,7 @@ import torch
 from weft.fused_ops.dispatch.launch_cache import key_of
 from weft.fused_ops.library.communicating import OF_REGISTERED
 from weft.fused_ops.ops import OPS, Op
-from weft.fused_ops.ops.experts.local import LOCAL_OPS
-from weft.fused_ops.ops.op import tensors_given
+from weft.fused_ops.ops.op import LOCAL_OPS, tensors_given
 
 
 def test_every_op_is_here() -> None:

@@ -17,7 +17,7 @@ from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
-from weft.kernels.all_reduce_rms_norm.reference import rms_norm, wide_layer_norm
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 from weft.kernels.device.capability import why_no_kernel_on
 from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce.configs import MOST_ROWS
@@ -223,7 +223,7 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         for part in gather(x)[1:]:
             total = total + part.float()
         assert torch.equal(sums, total.to(dtype) if added is None else total.to(dtype) + added)
-        check("normed", normed, wide_layer_norm(sums.double(), weight, bias, 1e-5), 4e-3)
+        check("normed", normed, rms_norm(sums.double(), weight, 1e-5, 0.0, bias, subtract_mean=True), 4e-3)
         assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
         if step % 20 == 0:
             fused_ops.fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())

@@ -60,7 +60,7 @@ def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
         kernel = SimpleNamespace(launch=launch, grids=())
         return PreparedKernel(stage.workspace, kernel, plan.Plan("push"))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cuda_calls, "_prepared", prepared)
+    monkeypatch.setattr(cuda_calls, "_kernel_of", prepared)
     return stage
 
 

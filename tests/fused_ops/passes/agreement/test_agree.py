@@ -184,7 +184,7 @@ def test_inductor_is_told_of_every_op_that_communicates() -> None:
     from torch._inductor.lowering import lowerings
     from weft.fused_ops.library import inductor
     from weft.fused_ops.library.communicating import COMMUNICATING
-    from weft.fused_ops.ops.experts.local import LOCAL_OPS
+    from weft.fused_ops.ops.op import LOCAL_OPS
 
     ops = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
     send_nothing = {"agree", "keep_order", "record", *LOCAL_OPS}

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from graphs import copied, traced
 from orders import WORLD, gathered, name, scattered
 from ranks import run_ranks
@@ -186,14 +185,14 @@ def operands(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     """Of each start whether it sends a parameter's own memory, and the results of a run before, and after a move."""
     x, shards = torch.randn(8, 256), [torch.randn(512, 256) for _ in range(2)]
     memory, own = {s.data_ptr() for s in shards}, []
-    begin = registration.run_start
+    begin = registration._slow_start
 
-    def noted(call: AsyncCall, group: dist.ProcessGroup) -> Tensor:
+    def noted(call: AsyncCall) -> Tensor:
         own.append(call.x.data_ptr() in memory)
-        return begin(call, group)
+        return begin(call)
 
     before, graph = passed(products, x, *shards)
-    with patch.object(registration, "run_start", noted):
+    with patch.object(registration, "_slow_start", noted):
         results = []
         for _ in range(2):
             want, got = (fx.Interpreter(fx.GraphModule({}, g)).run(x, *shards) for g in (before, graph))
