@@ -16,7 +16,7 @@ from torch import fx
 from ...library import schema
 from ..graph.effects import writes
 from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, used_by, val, walk
-from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..graph.rewrite import call, cast, fused, put, reshape, undone_if_left
 from ..graph.sizes import known, same_shape
 from ..origin import put_for
 from .columns import CAST
@@ -74,9 +74,7 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
                 # An infinite factor leaves the zeros of ignored rows.
                 wide = call(old, aten.where.ScalarOther, call(old, aten.ne.Scalar, unit, 0), wide, 0.0)
                 new.append(cast(wide, val(unit).dtype, old))
-    for old, by in zip(replaced, new, strict=True):
-        old.replace_all_uses_with(by)
-    erase_unused(made_of(replaced))
+    put(dict(zip(replaced, new, strict=True)), made_of(replaced))
     return op
 
 

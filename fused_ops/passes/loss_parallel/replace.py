@@ -13,7 +13,7 @@ from ...library import schema
 from ..graph.collectives import Collective, communicates
 from ..graph.effects import check_no_write
 from ..graph.nodes import LeftAlone, aten, between, c10d, calls, val, walk
-from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
+from ..graph.rewrite import call, cast, erase_unused, fused, put, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
 from .columns import GatheredColumns, OwnColumns, has_columns
@@ -56,8 +56,7 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
                 replaced[path.end] = _own_part(gradient, path, own_of, x, log_sum)
                 gradients.append((gradient, path, replaced[path.end]))
     gone = made_of([*replaced])
-    for old, new in replaced.items():
-        old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
+    put(replaced)
     for gradient, path in zip(softmax.gradients, paths, strict=True):
         for first in path.sums[:1]:
             first.replace_all_uses_with(_rest(first, (gradient.result, *path.steps)))
@@ -127,8 +126,8 @@ def follow(path: Path, node: fx.Node, last: fx.Node, own_of: OwnColumns) -> fx.N
             zeros = call(at, aten.full.default, sizes, 0, dtype=val(step).dtype, device=val(node).device)
             node = call(at, aten.slice_scatter.default, zeros, node, *step.args[2:])
         elif step not in path.sums:
-            inputs = [node if a is last else own_of.of(a, at) for a in step.args if has_columns(a)]
-            node = own_of.step(step, inputs, at)
+            own = {a: node if a is last else own_of.of(a, at) for a in step.args if has_columns(a)}
+            node = own_of.step(step, own, at)
         last = step
     return call(at.next, aten.add.Tensor, at, node) if path.sums else node
 
