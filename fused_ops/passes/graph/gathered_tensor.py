@@ -14,7 +14,7 @@ from .collectives import Collective, communicates, group_of, waits
 from .effects import first_write, is_random
 from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
 from .nodes import LeftAlone, aten, between, c10d, calls, memory, val, what
-from .rewrite import call, erase_unused, put
+from .rewrite import call, erase_unused, put_in_place
 from .scaling import Change
 from .sizes import is_contiguous, known
 from .views import View, views
@@ -183,7 +183,7 @@ class Gathered:
                 return dim, factor
         return None
 
-    def put(self, new: Mapping[fx.Node, fx.Node], after: fx.Node, uses: Iterable[fx.Node]) -> None:
+    def put_in_place(self, new: Mapping[fx.Node, fx.Node], after: fx.Node, uses: Iterable[fx.Node]) -> None:
         """Has what uses the old nodes use the new ones, and erases what is not used any more, with the ``uses``; what
         stays is moved after what it is made of now. Sizes are read from the input: they are no reason to return it."""
         x = self.collectives[0].x
@@ -194,7 +194,7 @@ class Gathered:
                     size = call(user, operator.mul, found[1], size)
                 user.replace_all_uses_with(size)
                 user.graph.erase_node(user)
-        put(new)
+        put_in_place(new)
         for node in erase_unused([*self._gathers(), *self.views, *self.cut, *uses]):
             if node < after:
                 after.append(node)

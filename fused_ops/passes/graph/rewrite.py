@@ -97,16 +97,14 @@ def _holder(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> tuple[fx.No
     def is_it(other: Any) -> bool:
         return isinstance(other, int | torch.SymInt) and known(other == size)
 
-    def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
-        return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
-
     inputs = list(itertools.takewhile(lambda n: n.op == "placeholder", before.graph.nodes))
     for node in inputs:
         if is_it(node.meta.get("val")):
             return node, None
     for node in (*near, *filter(is_val, inputs)):
-        if (found := in_shape(node)) is not None:
-            return found
+        for dim, other in enumerate(val(node).shape):
+            if is_it(other):
+                return node, dim
     for node in itertools.takewhile(lambda n: n is not before, before.graph.nodes):
         if is_it(node.meta.get("val")):
             return node, None
@@ -191,7 +189,7 @@ def hoist(nodes: Iterable[fx.Node], before: fx.Node) -> None:
         before.prepend(node)
 
 
-def put(new: Mapping[fx.Node, fx.Node], gone: Iterable[fx.Node] = ()) -> None:
+def put_in_place(new: Mapping[fx.Node, fx.Node], gone: Iterable[fx.Node] = ()) -> None:
     """Has what uses the old nodes use the new ones, also where these are made of the old; then erases what is gone."""
     for old, node in new.items():
         old.replace_all_uses_with(node, delete_user_cb=partial(operator.is_not, node))

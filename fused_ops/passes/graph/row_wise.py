@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,6 @@ class RowLayout:
     def own(self) -> list[Size]:
         """The sizes of a rank's part."""
         return [size // self.world if i == self.dim else size for i, size in enumerate(self.lead)]
-
-    def lead_of(self, shape: Sequence[Size]) -> int | None:
-        """How many of the first dimensions count all rows; None if it is not known that some do."""
-        count = math.prod(self.lead)
-        for lead in range(1, len(shape) + 1):
-            if known(math.prod(shape[:lead]) == count):
-                return lead
-        return None
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -97,7 +89,8 @@ def lead_of_step(node: fx.Node, leads: Leads, layout: RowLayout, same: Collectio
     if calls(node, operator.getitem):
         return leads.get(source)  # type: ignore[arg-type]
     if calls(node, *FLAT):
-        return layout.lead_of(val(node).shape) if is_val(node) else None
+        count, shape = math.prod(layout.lead), val(node).shape if is_val(node) else ()
+        return next((i for i in range(1, len(shape) + 1) if known(math.prod(shape[:i]) == count)), None)
     if calls(node, *REDUCTIONS):
         lead = leads[source]  # type: ignore[index]
         dims = reduced_dims(node)

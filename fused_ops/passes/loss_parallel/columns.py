@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeGuard
@@ -55,15 +55,18 @@ class GatheredColumns:
 
 def gathered_columns(c: Collective) -> GatheredColumns | None:
     """What a gather gathers, if it is joined along the last dimension."""
-    rows = val(c.x).shape[0]
-    for cat, between in _cats(c.wait):
+    rows, cuts = val(c.x).shape[0], (*SPLITS[:2], operator.getitem, aten.slice.Tensor)
+    found = walk([c.wait], lambda n: (u for u in n.users if calls(u, *cuts)))
+    for cat in dict.fromkeys(u for n in found for u in n.users if calls(u, aten.cat.default)):
         parts: Any = cat.args[0]
         if argument(cat, 1, "dim", 0) % val(cat).dim() != val(cat).dim() - 1 or len(parts) != c.world:
             continue
         widths = tuple(val(part).shape[-1] for part in parts)
         own = all(_is_part(part, c.wait, i, rows) for i, part in enumerate(parts))
         if own and all(isinstance(width, int) for width in widths):
-            return _without_filling(GatheredColumns(c, cat, widths, between, resolve_group(c.group).rank()))
+            return _without_filling(
+                GatheredColumns(c, cat, widths, tuple(found)[1:], resolve_group(c.group).rank())
+            )
     return None
 
 
@@ -77,14 +80,6 @@ def _without_filling(columns: GatheredColumns) -> GatheredColumns:
         max(min(width, count - start), 0) for width, start in zip(columns.widths, starts, strict=False)
     )
     return replace(columns, whole=cut, widths=left, between=(*columns.between, columns.whole))
-
-
-def _cats(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """What joins parts of a node, and all that lies between."""
-    cuts = (*SPLITS[:2], operator.getitem, aten.slice.Tensor)
-    found = walk([node], lambda n: (u for u in n.users if calls(u, *cuts)))
-    cats = dict.fromkeys(u for n in found for u in n.users if calls(u, aten.cat.default))
-    return ((cat, tuple(found)[1:]) for cat in cats)
 
 
 def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:

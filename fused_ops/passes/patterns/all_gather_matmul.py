@@ -145,7 +145,7 @@ class _Replacement:
             for i, u in enumerate(self.uses):
                 out = call(u.product.node, operator.getitem, outs, i)
                 new[u.product.node] = _product(out, u, [shard, Bs[i]])
-        self.tensor.put(new, after, [u.product.node for u in self.uses])
+        self.tensor.put_in_place(new, after, [u.product.node for u in self.uses])
 
     def _of(self, A: fx.Node, view: View, lent: list[int]) -> fx.Node:
         """A view of the gathered tensor, made of what the op returns. ``lent``: the memory for which that of A could

@@ -155,7 +155,7 @@ class _Replacement:
                 out = call(use.node, operator.getitem, outs, i)
                 out = reshape(out, val(use.node).shape, use.node, [shard])
                 new[use.node] = make_contiguous(out, use.node)
-        self.tensor.put(new, after, [use.node for use in self.uses])
+        self.tensor.put_in_place(new, after, [use.node for use in self.uses])
 
     def _scale(self) -> fx.Node:
         """A_scale, as the op takes it."""

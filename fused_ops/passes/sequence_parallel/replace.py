@@ -10,7 +10,7 @@ from torch import fx
 from ..agreement.signature import COMPARED
 from ..graph.collectives import Collective, communicates
 from ..graph.nodes import FLAT, aten, c10d, calls, memory, val, walk
-from ..graph.rewrite import call, make_contiguous, put, reshape, undone_if_left
+from ..graph.rewrite import call, make_contiguous, put_in_place, reshape, undone_if_left
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..graph.sizes import Size, same_shape
 from ..origin import put_for
@@ -59,7 +59,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
         while calls(x, *FLAT):
             gone.append(x)
             x = x.args[0]  # type: ignore[assignment]
-    put(new, gone)
+    put_in_place(new, gone)
     return scattered
 
 
