@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.gemm.scaling import FP8
 from ..graph.collectives import communicates, waits
 from ..graph.effects import first_write, writes
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, is_val, some, val, walk, what
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, check_users, is_val, some, val, walk, what
 from ..graph.rewrite import reshape
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.sizes import is_contiguous, known, same_shape
@@ -81,10 +81,8 @@ class FollowingQuant:
         """LeftAlone: more is needed than the op gives, or at another place."""
         results = (self.numbers, self.scale)
         for node in (normed, *self.nodes):
-            if node in results:
-                continue
-            if others := [u for u in node.users if u not in self.nodes and u not in results]:
-                raise LeftAlone(f"{what(node)} is also used by {some(others)}")
+            if node not in results:
+                check_users(node, (*self.nodes, *results))
         if moved := [n for n in self.nodes if is_val(n) and val(n).device != val(normed).device]:
             raise LeftAlone(f"{some(moved)} lies on {val(moved[0]).device}")
         if not all(is_contiguous(val(n)) for n in (results[:1] if self.given else results)):
