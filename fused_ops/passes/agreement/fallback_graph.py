@@ -72,9 +72,8 @@ def why_not_asked(group: str) -> str | None:
 def why_not_voted(captured: bool) -> str | None:
     """Why no graph that Inductor makes now can vote before each run and run as it was; None if they can. ``captured``:
     whether what is captured in CUDA graphs needs no vote."""
-    partitions = (
-        inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None
-    )
+    policy = getattr(inductor_config, "cudagraph_policy", None)
+    partitions = inductor_config.graph_partition and policy is None
     if inductor_config.triton.cudagraphs and not partitions and not captured:
         return (
             "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "

@@ -119,9 +119,7 @@ class Signature:
         return str(value) if isinstance(value, (bool, int, float)) else "-"
 
     def _order(self, dims: Dims, shape: tuple[Size, ...]) -> str:
-        return " ".join(
-            f"[{' '.join(self._put(pair) for pair in digits)}]" for digits in strides(dims, shape)
-        )
+        return " ".join(f"[{' '.join(map(self._put, digits))}]" for digits in strides(dims, shape))
 
     def _put(self, sizes: Iterable[Size]) -> str:
         count = len(self.sizes)

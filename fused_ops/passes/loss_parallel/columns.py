@@ -76,9 +76,7 @@ def _without_filling(columns: GatheredColumns) -> GatheredColumns:
     if cut is None or not is_cut(cut, columns.whole, val(columns.whole).dim() - 1, 0):
         return columns
     count, starts = val(cut).shape[-1], accumulate(columns.widths, initial=0)
-    left = tuple(
-        max(min(width, count - start), 0) for width, start in zip(columns.widths, starts, strict=False)
-    )
+    left = tuple(max(min(width, count - at), 0) for width, at in zip(columns.widths, starts, strict=False))
     return replace(columns, whole=cut, widths=left, between=(*columns.between, columns.whole))
 
 

@@ -169,10 +169,8 @@ class _Steps:
         if not calls(node, aten.mul.Tensor, aten.div.Tensor) or not is_val(node):
             raise LeftAlone(f"{what(node)} does not apply a scale")
         expected = dict(zip(_BOUNDS, (-self.largest, self.largest), strict=True))
-        complete = bounds == expected or (
-            _saturates(val(self.cast).dtype) and bounds.items() <= expected.items()
-        )
-        if not complete:
+        saturates = _saturates(val(self.cast).dtype)
+        if bounds != expected and not (saturates and bounds.items() <= expected.items()):
             raise LeftAlone(f"{what(given)} does not bring it between {-self.largest:g} and {self.largest:g}")
         return node
 

@@ -186,10 +186,8 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
         raise LeftAlone(f"{some(total.vectors)}, which it sums, are no matrix products")
     (total.rows, total.columns), *others = terms
     if not all(same_size(rows, total.rows) and same_size(columns, total.columns) for rows, columns in others):
-        orders = all(
-            known(numel(r) == total.m) and known(numel(c) == numel(total.columns)) for r, c in others
-        )
-        how = "their rows or columns in different orders" if orders else "different shapes"
+        alike = all(known(numel(r) == total.m) and known(numel(c) == numel(total.columns)) for r, c in others)
+        how = "their rows or columns in different orders" if alike else "different shapes"
         raise LeftAlone(f"the products that it sums have {how}")
     if len({val(p.node).dtype for p in total.products}) > 1:
         raise LeftAlone("the products that it sums have different dtypes")
@@ -238,9 +236,8 @@ def has_product(node: fx.Node) -> bool:
 
     def sources(node: fx.Node) -> Iterator[fx.Node]:
         step = next(steps_back(node), None)
-        return filter(
-            is_val, node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
-        )
+        given = node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
+        return filter(is_val, given)
 
     return any(product(n) is not None for n in walk([node], sources))
 
