@@ -67,11 +67,10 @@ class _Replacement:
 
     collective: Collective
     rows: RowByRow
-    tensor: Gathered  # all that is computed of what is gathered, up to the products
+    tensor: Gathered  # all that is computed of what is gathered, and maybe of scales, up to the products
     layout: GatherLayout
     uses: list[ScaledMm]
     whole: fx.Node | None  # the view of the quantised tensor of which all is made that others use
-    scales_of: Collective | None  # which gathers the scales
     at: fx.Node  # where the op will stand
     hoisted: set[fx.Node]  # computed before it, for the other operands
 
@@ -95,10 +94,9 @@ class _Replacement:
         needed += [each.x for each in collectives]
         needed += [first.left_scale] if rows.dims(first.left_scale) is None else []
         hoisted = set[fx.Node]().union(*(tensor.needed_before(at, n, begun=True) for n in needed))
-        scales_of = others[0] if others else None
         # Of several views the one of which the others are made.
         whole = max(kept, key=views.index, default=None)
-        return cls(c, rows, tensor, layout, uses, whole, scales_of, at, hoisted)
+        return cls(c, rows, tensor, layout, uses, whole, at, hoisted)
 
     def pattern(self) -> Pattern:
         c, first, layout, count = self.collective, self.uses[0], self.layout, len(self.uses)
@@ -117,7 +115,7 @@ class _Replacement:
             dtype=left.dtype,
             order=(layout.joined(c.world), tuple(val(c.x).shape)),
             replace=self.replace,
-            others=() if self.scales_of is None else (self.scales_of.node,),
+            others=tuple(each.node for each in self.tensor.collectives if each is not c),
             dim=layout.dim,
             last_dim=layout.contracted,
             decided=quantises,  # run unfused, too, the op sends fewer bytes
