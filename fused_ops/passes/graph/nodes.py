@@ -10,11 +10,10 @@ from torch import fx
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 # What keeps the elements in their row-major order: only the shape changes.
 FLAT = {
-    aten.reshape.default,
-    aten.view.default,
-    aten._unsafe_view.default,
+    *RESHAPES,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
@@ -23,7 +22,6 @@ FLAT = {
     aten.alias.default,
     aten.detach.default,
 }
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 class LeftAlone(Exception):

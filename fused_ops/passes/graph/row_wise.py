@@ -130,6 +130,7 @@ def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, la
         shape = val(each).shape
         if _is_row(each, rest):
             return reshape(each, shape[len(shape) - rest :], node)
+        # A rank's part of what all have.
         parts = [*layout.lead, *shape[lead:]]
         parts[layout.dim : layout.dim + 1] = [layout.world, layout.own[layout.dim]]
         return call(node, aten.select.int, reshape(each, parts, node), layout.dim, layout.rank)

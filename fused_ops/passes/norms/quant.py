@@ -71,7 +71,9 @@ class FollowingQuant:
             raise LeftAlone("no op makes fp8 of a LayerNorm")
         if len(casts) > 1:
             raise LeftAlone(f"it is cast to fp8 by {some(casts)}")
-        found = _Steps(norm.normed, _rows_of(norm.normed), casts[0]).found()
+        # The norm, and views of it that have the same rows.
+        rows = walk([norm.normed], lambda n: (u for u in n.users if calls(u, *FLAT) and has_same_columns(u)))
+        found = _Steps(norm.normed, {*rows}, casts[0]).found()
         if found.given:
             found.late = _late(found.scale, at)
         found.check(norm.normed, at)
@@ -112,11 +114,6 @@ def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
                 pending.append(user)
             found.add(user)
     return casts
-
-
-def _rows_of(normed: fx.Node) -> set[fx.Node]:
-    """The norm, and views of it that have the same rows."""
-    return {*walk([normed], lambda n: (u for u in n.users if calls(u, *FLAT) and has_same_columns(u)))}
 
 
 @dataclass
