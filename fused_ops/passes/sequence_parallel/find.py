@@ -100,13 +100,10 @@ def put_sequences_on_rows(
 
 def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node], own_chunks: bool) -> list[Region]:
     """The regions of these all-reduces, with rows cut where the graph cuts them, if it does."""
-    layouts: list[RowLayout] = []
-    flat = []
+    flat: list[tuple[Collective, RowLayout]] = []
     for c in several:
         layout = _layout(c, (math.prod(val(c.x).shape[:-1]),), 0, own_chunks)
-        layout = next((each for each in layouts if known(each.lead[0] == layout.lead[0])), layout)
-        layouts.append(layout)
-        flat.append((c, layout))
+        flat.append((c, next((each for _, each in flat if known(each.lead[0] == layout.lead[0])), layout)))
     best = regions(graph, flat, same)
     lead = val(several[0].x).shape[:-1]
     if all(same_shape(val(c.x).shape[:-1], lead) for c in several):
