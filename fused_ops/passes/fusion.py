@@ -328,38 +328,34 @@ class FusionPass(OnePass, CustomGraphPass):
             what then travels, and in which order.
         """
         found: dict[str, Any] = {}
+        gain: dict[str, Any] = {}
+        order = None
         try:
             match = self._find(node)
-            found = {"form": match.form}
-            problem = match.problem
-            reason = self._why_not(match, why_not_kept)
-            if reason is not None:
+            found["form"], problem = match.form, match.problem
+            if (reason := self._why_not(match, why_not_kept)) is not None:
                 raise LeftAlone(reason)
             with created_nodes() as created:
                 match.replace()
         except LeftAlone as e:
-            if merged := node.meta.pop(MERGED, ()):
-                # One is in the place of several already, which other ranks must know of: it is not as it was.
-                found["fused_into"] = str(node.target._schema.name)  # type: ignore[union-attr]
-                detail = f"{1 + len(merged)} all-reduces as one, left alone: {e}"
-                entries[node] = Entry(**fields[node], **found, detail=detail)
-                name = fields[node]["node"]
-                entries |= {n: Entry(**fields[n], **found, detail=f"merged with {name}") for n in merged}
-            else:
+            if not (others := node.meta.pop(MERGED, ())):
                 entries[node] = Entry(**fields[node], **found, reason=str(e))
-            return None
-        # It may be one that was met before, and left.
-        node = match.collective.node
-        node.meta.pop(MERGED, None)
-        note_collective(created, fields[node]["node"])
-        into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
-        gain: dict[str, Any] = {}
-        if problem is not None:
-            gain = dict(zip("mnk", problem, strict=True)) | {"gain": match.gain}
-        entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
-        for other in match.others:
-            entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
-        return match.order
+                return None
+            # One is in the place of several already, which other ranks must know of: it is not as it was.
+            found["fused_into"] = str(node.target._schema.name)  # type: ignore[union-attr]
+            detail = f"{1 + len(others)} all-reduces as one, left alone: {e}"
+        else:
+            # It may be one that was met before, and left.
+            node, others, detail, order = match.collective.node, match.others, match.detail, match.order
+            node.meta.pop(MERGED, None)
+            note_collective(created, fields[node]["node"])
+            found |= {"dim": match.dim, "fused_into": str(match.op._schema.name)}
+            if problem is not None:
+                gain = dict(zip("mnk", problem, strict=True)) | {"gain": match.gain}
+        name = fields[node]["node"]
+        entries[node] = Entry(**fields[node], **found, **gain, detail=detail)
+        entries |= {n: Entry(**fields[n], **found, detail=f"merged with {name}") for n in others}
+        return order
 
     def _why_not(self, match: Pattern, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import fx
 from torch._inductor import config as inductor_config
 
 from .graph.collectives import Collective
@@ -97,13 +96,9 @@ def _why_by_copy_engines(found: Pattern) -> str | None:
     if found.transposes:
         return "a product would take it as its right operand, and transpose what it reads and writes"
     c = found.collective
-    if c.node.target is c10d.reduce_scatter_tensor.default and _ends_late(c.wait):
+    returned = all(user.op == "output" for user in c.wait.users)
+    if c.node.target is not c10d.reduce_scatter_tensor.default or not returned:
+        return None
+    if any(map(counted_flops, between(c.wait, c.wait.graph.output_node()))):
         return "nothing in the graph reads the result, and other products hide it"
     return None
-
-
-def _ends_late(wait: fx.Node) -> bool:
-    """Whether what is waited for is only returned, and a product stands after it."""
-    if any(user.op != "output" for user in wait.users):
-        return False
-    return any(map(counted_flops, between(wait, wait.graph.output_node())))

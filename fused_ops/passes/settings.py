@@ -62,7 +62,10 @@ class PassSettings(dict[str, Any]):
             if not isinstance(chosen[name], bool):
                 raise TypeError(f"{name}: is {chosen[name]!r}, must be True or False")
         for name, word in (("agree", CAPTURE), ("collectives", AUTO), ("sequence_parallel", AUTO)):
-            _check_or_word(name, chosen[name], word)
+            if not isinstance(chosen[name], bool | str):
+                raise TypeError(f"{name}: is {chosen[name]!r}, must be True, False or {word!r}")
+            if isinstance(chosen[name], str) and chosen[name] != word:
+                raise ValueError(f"{name}: is {chosen[name]!r}, must be True, False or {word!r}")
         _check_number(
             "reorder", chosen["reorder"], float, "how much more memory it may need, as a part of it"
         )
@@ -138,13 +141,6 @@ def _unpickled(kind: type[OnePass], name: str, settings: dict[str, Any]) -> OneP
         there = kind(**settings)
         there._enter(name)
     return there
-
-
-def _check_or_word(name: str, value: Any, word: str) -> None:
-    if not isinstance(value, bool | str):
-        raise TypeError(f"{name}: is {value!r}, must be True, False or {word!r}")
-    if isinstance(value, str) and value != word:
-        raise ValueError(f"{name}: is {value!r}, must be True, False or {word!r}")
 
 
 def _check_number(name: str, value: Any, kind: Any, must: str) -> None:

@@ -54,9 +54,8 @@ def _cut_after(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     *addend, left, right = args
     *_, sliced = _flat(left, copies=True)
     cut = cut_of(sliced)
-    if not calls(sliced, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
-        return None
-    if cut is None:
+    rows_added = any(is_val(a) and val(a).dim() != 1 for a in addend)
+    if cut is None or not calls(sliced, aten.slice.Tensor) or rows_added:
         return None
     source, dim, start, few, _ = cut
     gather = _gather_of(source)

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
+from ..graph.effects import op_with_effect
 from ..graph.nodes import argument, calls, what
 from ..kernels_ahead.graph_kernels import KeptCall
 from ..records.entry import Entry
@@ -52,12 +53,7 @@ def _guard_of(packed: str) -> GraphGuard:
     return GraphGuard(packed)
 
 
-_lib = torch.library.Library("weft", "FRAGMENT")
-_lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl("agree", _ask_eagerly, "CompositeExplicitAutograd")
-torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
-_agree = torch.ops.weft.agree.default
-fx.node.has_side_effect(_agree)
+_agree = op_with_effect("agree(str packed, bool fused)", _ask_eagerly)
 
 
 def why_not_asked(group: str) -> str | None:
@@ -65,10 +61,9 @@ def why_not_asked(group: str) -> str | None:
     backend = uncounting_backend(resolve_group(group))
     if backend == "fake":
         return None
-    if inductor_config.cpp_wrapper:
-        return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
-    if inductor_config.fx_wrapper:
-        return "the FX wrapper cannot ask the other ranks whether they run the same graph"
+    if inductor_config.cpp_wrapper or inductor_config.fx_wrapper:
+        wrapper = "C++" if inductor_config.cpp_wrapper else "FX"
+        return f"the {wrapper} wrapper cannot ask the other ranks whether they run the same graph"
     if backend is not None:
         return f"its backend {backend!r} does not count collectives, so ranks cannot agree"
     return None
@@ -77,9 +72,8 @@ def why_not_asked(group: str) -> str | None:
 def why_not_voted(captured: bool) -> str | None:
     """Why no graph that Inductor makes now can vote before each run and run as it was; None if they can. ``captured``:
     whether what is captured in CUDA graphs needs no vote."""
-    partitions = (
-        inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None
-    )
+    policy = getattr(inductor_config, "cudagraph_policy", None)
+    partitions = inductor_config.graph_partition and policy is None
     if inductor_config.triton.cudagraphs and not partitions and not captured:
         return (
             "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "

@@ -25,7 +25,7 @@ from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.call_check import dims_of_element, own_dims_on
-from ...ops import OP_OF
+from ...ops import OP_OF, Op
 from ..graph.collectives import collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..graph.nodes import arguments_of
@@ -78,8 +78,11 @@ class Signature:
                 lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
             elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
+                op = OP_OF.get(kind_of(node)) if shapes else None
+                # All given by name, of which ranks may have values of their own, but for None.
+                own = () if op is None else op.own_values
                 words = [
-                    f"{n}={a is not None if n in _own_values(node) else self._word(a, shapes, _own_dims(node, n))}"
+                    f"{n}={a is not None if n in own else self._word(a, shapes, _own_dims(node, n, op))}"
                     for n, a in arguments_of(node).items()
                 ]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
@@ -122,9 +125,7 @@ class Signature:
         return str(value) if isinstance(value, (bool, int, float)) else "-"
 
     def _order(self, dims: Dims, shape: tuple[Size, ...]) -> str:
-        return " ".join(
-            f"[{' '.join(self._put(pair) for pair in digits)}]" for digits in strides(dims, shape)
-        )
+        return " ".join(f"[{' '.join(map(self._put, digits))}]" for digits in strides(dims, shape))
 
     def _put(self, sizes: Iterable[Size]) -> str:
         count = len(self.sizes)
@@ -140,23 +141,14 @@ class Signature:
         return f"{len(self.sizes) - count}d"
 
 
-def _own_dims(node: fx.Node, argument: str) -> tuple[int, ...]:
+def _own_dims(node: fx.Node, argument: str, op: Op | None) -> tuple[int, ...]:
     """Those in which ranks may have other sizes of what an op of weft takes."""
-    op, first = node.target, next((n.meta.get("val") for n in node.all_input_nodes), None)
-    if getattr(op, "namespace", "") != "weft" or not isinstance(first, torch.Tensor):
+    first = next((n.meta.get("val") for n in node.all_input_nodes), None)
+    if op is None or not isinstance(first, torch.Tensor):
         return ()
-    known = OP_OF.get(op._opname)  # type: ignore[union-attr]
-    if known is None:
-        return ()
-    if node.kwargs.get("counts") is not None and argument in known.own_by_counts:
-        return (arguments_of(node)[known.own_by_counts[argument]],)
-    return own_dims_on(first.device.type, known).get(argument, ())
-
-
-def _own_values(node: fx.Node) -> tuple[str, ...]:
-    """Arguments, all given by name, of which ranks may have values of their own, but for None."""
-    known = OP_OF.get(kind_of(node)) if getattr(node.target, "namespace", "") == "weft" else None
-    return () if known is None else known.own_values
+    if node.kwargs.get("counts") is not None and argument in op.own_by_counts:
+        return (arguments_of(node)[op.own_by_counts[argument]],)
+    return own_dims_on(first.device.type, op).get(argument, ())
 
 
 def _computes(node: fx.Node) -> bool:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from .nodes import LeftAlone, between, what
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+
+
+def op_with_effect(schema: str, run: Callable[..., None]) -> Any:
+    """An op of weft that returns nothing, and that no graph drops. Inductor lowers it to code; else ``run`` is run."""
+    name, _, _ = schema.partition("(")
+    _lib.define(f"{schema} -> ()")
+    _lib.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", lambda *args: None, lib=_lib)
+    op = getattr(torch.ops.weft, name).default
+    fx.node.has_side_effect(op)
+    return op
 
 
 def custom_ops(graph: fx.Graph) -> Iterator[str]:

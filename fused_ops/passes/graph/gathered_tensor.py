@@ -14,7 +14,7 @@ from .collectives import Collective, communicates, group_of, waits
 from .effects import first_write, is_random
 from .index_map import Digits, Dims, by_rank, flat_dims, gathered_dims, part_of_rank, same_dims, same_size
 from .nodes import LeftAlone, aten, between, c10d, calls, memory, val, what
-from .rewrite import call, erase_unused
+from .rewrite import call, erase_unused, put_in_place
 from .scaling import Change
 from .sizes import is_contiguous, known
 from .views import View, views
@@ -81,9 +81,9 @@ class Gathered:
         found = {u for n in inside for u in n.users if u not in inside and not self.size_of_shard(u)}
         return sorted(found)
 
-    def before_others(self, first: fx.Node) -> fx.Node:
-        """Where the fused op can stand: before ``first`` and the next collective of the group, whose order so stays."""
-        c, own = self.collectives[0], self._gathers()
+    def before_others(self) -> fx.Node:
+        """Where the fused op can stand: before all users and the next collective of the group, whose order so stays."""
+        c, own, first = self.collectives[0], self._gathers(), self.outside()[0]
         others = (n for n in between(c.node, first) if n not in own and communicates(n))
         return next((n for n in others if group_of(n) == c.group), first)
 
@@ -183,8 +183,9 @@ class Gathered:
                 return dim, factor
         return None
 
-    def read_sizes_from_shard(self) -> None:
-        """A size of the gathered tensor is read from its input: it is no reason to return it."""
+    def put_in_place(self, new: Mapping[fx.Node, fx.Node], after: fx.Node, uses: Iterable[fx.Node]) -> None:
+        """Has what uses the old nodes use the new ones, and erases what is not used any more, with the ``uses``; what
+        stays is moved after what it is made of now. Sizes are read from the input: they are no reason to return it."""
         x = self.collectives[0].x
         for user in dict.fromkeys(u for n in (*self.views, *self.cut) for u in n.users):
             if (found := self.size_of_shard(user)) is not None:
@@ -193,9 +194,7 @@ class Gathered:
                     size = call(user, operator.mul, found[1], size)
                 user.replace_all_uses_with(size)
                 user.graph.erase_node(user)
-
-    def reset_state(self, after: fx.Node, uses: Iterable[fx.Node] = ()) -> None:
-        """Erases what is not used any more, with the ``uses``; what stays is moved after what it is made of now."""
+        put_in_place(new)
         for node in erase_unused([*self._gathers(), *self.views, *self.cut, *uses]):
             if node < after:
                 after.append(node)

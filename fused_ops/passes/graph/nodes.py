@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -10,11 +10,10 @@ from torch import fx
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 # What keeps the elements in their row-major order: only the shape changes.
 FLAT = {
-    aten.reshape.default,
-    aten.view.default,
-    aten._unsafe_view.default,
+    *RESHAPES,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
@@ -23,7 +22,6 @@ FLAT = {
     aten.alias.default,
     aten.detach.default,
 }
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 class LeftAlone(Exception):
@@ -120,6 +118,12 @@ def what(node: fx.Node) -> str:
 def some(nodes: Iterable[fx.Node]) -> str:
     names = [what(n) for n in nodes]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_users(node: fx.Node, users: Collection[fx.Node]) -> None:
+    """LeftAlone: others than these use the node."""
+    if others := [u for u in node.users if u not in users]:
+        raise LeftAlone(f"{what(node)} is also used by {some(others)}")
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,12 @@ def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     for created in _created:
         created.append(node)
     return node
+
+
+def repeated(node: fx.Node, own: Callable[[fx.Node], Any], before: fx.Node) -> fx.Node:
+    """The node's call before another node, of what ``own`` gives for its operands. LeftAlone: as ``call``."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), own)
+    return call(before, node.target, *args, **kwargs)
 
 
 _created: list[list[fx.Node]] = []
@@ -89,16 +97,14 @@ def _holder(size: Size, before: fx.Node, near: Sequence[fx.Node]) -> tuple[fx.No
     def is_it(other: Any) -> bool:
         return isinstance(other, int | torch.SymInt) and known(other == size)
 
-    def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
-        return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
-
     inputs = list(itertools.takewhile(lambda n: n.op == "placeholder", before.graph.nodes))
     for node in inputs:
         if is_it(node.meta.get("val")):
             return node, None
     for node in (*near, *filter(is_val, inputs)):
-        if (found := in_shape(node)) is not None:
-            return found
+        for dim, other in enumerate(val(node).shape):
+            if is_it(other):
+                return node, dim
     for node in itertools.takewhile(lambda n: n is not before, before.graph.nodes):
         if is_it(node.meta.get("val")):
             return node, None
@@ -181,6 +187,13 @@ def hoist(nodes: Iterable[fx.Node], before: fx.Node) -> None:
     """Moves the nodes, in their order in the graph, to before the given one."""
     for node in sorted(nodes):
         before.prepend(node)
+
+
+def put_in_place(new: Mapping[fx.Node, fx.Node], gone: Iterable[fx.Node] = ()) -> None:
+    """Has what uses the old nodes use the new ones, also where these are made of the old; then erases what is gone."""
+    for old, node in new.items():
+        old.replace_all_uses_with(node, delete_user_cb=partial(operator.is_not, node))
+    erase_unused(gone)
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> list[fx.Node]:

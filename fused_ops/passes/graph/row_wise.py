@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from .effects import is_random, writes
 from .nodes import FLAT, argument, aten, calls, is_val, val
-from .rewrite import call, reshape
+from .rewrite import call, repeated, reshape
 from .sizes import Size, known, same_shape
 from .views import CASTS
 
@@ -46,20 +46,6 @@ class RowLayout:
     def own(self) -> list[Size]:
         """The sizes of a rank's part."""
         return [size // self.world if i == self.dim else size for i, size in enumerate(self.lead)]
-
-    def lead_of(self, shape: Sequence[Size]) -> int | None:
-        """How many of the first dimensions count all rows; None if it is not known that some do."""
-        count = math.prod(self.lead)
-        for lead in range(1, len(shape) + 1):
-            if known(math.prod(shape[:lead]) == count):
-                return lead
-        return None
-
-    def own_part(self, node: fx.Node, lead: int, before: fx.Node) -> fx.Node:
-        """A rank's part of a tensor that all have."""
-        sizes = [*self.lead, *val(node).shape[lead:]]
-        sizes[self.dim : self.dim + 1] = [self.world, self.own[self.dim]]
-        return call(before, aten.select.int, reshape(node, sizes, before), self.dim, self.rank)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -103,11 +89,12 @@ def lead_of_step(node: fx.Node, leads: Leads, layout: RowLayout, same: Collectio
     if calls(node, operator.getitem):
         return leads.get(source)  # type: ignore[arg-type]
     if calls(node, *FLAT):
-        return layout.lead_of(val(node).shape) if is_val(node) else None
+        count, shape = math.prod(layout.lead), val(node).shape if is_val(node) else ()
+        return next((i for i in range(1, len(shape) + 1) if known(math.prod(shape[:i]) == count)), None)
     if calls(node, *REDUCTIONS):
         lead = leads[source]  # type: ignore[index]
         dims = reduced_dims(node)
-        return lead if dims and all(dim >= lead for dim in dims) and not _casts(node) else None
+        return lead if dims and all(dim >= lead for dim in dims) and not node.kwargs.get("dtype") else None
     if calls(node, aten.expand.default):
         lead = leads[source]  # type: ignore[index]
         have, want = val(source).shape, val(node).shape  # type: ignore[arg-type]
@@ -118,7 +105,7 @@ def lead_of_step(node: fx.Node, leads: Leads, layout: RowLayout, same: Collectio
 
 def sums_rows(node: fx.Node, leads: Leads) -> bool:
     """Whether the node sums up all rows of a node that is computed by rows, as the gradient of a weight does."""
-    if not calls(node, aten.sum.dim_IntList) or node.args[0] not in leads or _casts(node):
+    if not calls(node, aten.sum.dim_IntList) or node.args[0] not in leads or node.kwargs.get("dtype"):
         return False
     return sorted(reduced_dims(node)) == list(range(leads[node.args[0]]))  # type: ignore[index]
 
@@ -126,30 +113,29 @@ def sums_rows(node: fx.Node, leads: Leads) -> bool:
 def step_by_rows(node: fx.Node, own: Mapping[fx.Node, fx.Node], leads: Leads, layout: RowLayout) -> fx.Node:
     """The node of a rank's own rows, before the node itself. ``own``: what stands for the nodes of which it is made;
     ``leads``: with that of the node. LeftAlone: it cannot be called with these."""
-    if calls(node, operator.getitem):
-        return call(node, operator.getitem, own[node.args[0]], node.args[1])  # type: ignore[index]
-    lead, count = leads[node], len(layout.lead)
+    lead, layout_dims = leads[node], len(layout.lead)
     given: Any = node.args
     if calls(node, *FLAT):
         return reshape(own[given[0]], [*layout.own, *val(node).shape[lead:]], node)
     if calls(node, *REDUCTIONS):
-        dims = [dim - lead + count for dim in reduced_dims(node)]
+        dims = [dim - lead + layout_dims for dim in reduced_dims(node)]
         return call(node, node.target, own[given[0]], dims, *given[2:], **node.kwargs)
     if calls(node, aten.expand.default):
-        return call(node, aten.expand.default, own[given[0]], [*[-1] * count, *given[1][lead:]])
+        return call(node, aten.expand.default, own[given[0]], [*[-1] * layout_dims, *given[1][lead:]])
     rest = val(node).dim() - lead
 
     def operand(each: fx.Node) -> fx.Node:
-        if each in own:
-            return own[each]
-        if not is_val(each) or val(each).dim() <= rest:
-            return each
+        if each in own or not is_val(each) or val(each).dim() <= rest:
+            return own.get(each, each)
+        shape = val(each).shape
         if _is_row(each, rest):
-            return reshape(each, val(each).shape[val(each).dim() - rest :], node)
-        return layout.own_part(each, lead, node)
+            return reshape(each, shape[len(shape) - rest :], node)
+        # A rank's part of what all have.
+        parts = [*layout.lead, *shape[lead:]]
+        parts[layout.dim : layout.dim + 1] = [layout.world, layout.own[layout.dim]]
+        return call(node, aten.select.int, reshape(each, parts, node), layout.dim, layout.rank)
 
-    args, kwargs = fx.map_arg(given, operand), fx.map_arg(node.kwargs, operand)
-    return call(node, node.target, *args, **kwargs)
+    return repeated(node, operand, node)
 
 
 def sum_of_own_rows(node: fx.Node, own: fx.Node, layout: RowLayout) -> fx.Node:
@@ -182,7 +168,3 @@ def _is_row(node: fx.Node, rest: int) -> bool:
     """Whether it is the same for all rows: its dimensions but for the last ones are of size 1."""
     shape = val(node).shape
     return all(known(size == 1) for size in shape[: len(shape) - rest])
-
-
-def _casts(node: fx.Node) -> bool:
-    return node.kwargs.get("dtype") is not None

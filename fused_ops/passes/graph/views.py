@@ -20,16 +20,11 @@ from .split_cat import SLICES, SPLITS, cut_of
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _WHOLE = (aten.slice.Tensor, aten.expand.default)
-# The number that leaves an operand as it is, and whether it may stand on the left, too.
-_NEUTRAL = {
-    aten.add.Tensor: (0, True),
-    aten.add.Scalar: (0, False),
-    aten.sub.Tensor: (0, False),
-    aten.sub.Scalar: (0, False),
-    aten.mul.Tensor: (1, True),
-    aten.mul.Scalar: (1, False),
-    aten.div.Tensor: (1, False),
-    aten.div.Scalar: (1, False),
+#: The number that leaves an operand as it is, and whether it may stand on the left, too.
+NEUTRAL = {
+    getattr(getattr(aten, op), kind): (number, commutes and kind == "Tensor")
+    for op, number, commutes in (("add", 0, True), ("sub", 0, False), ("mul", 1, True), ("div", 1, False))
+    for kind in ("Tensor", "Scalar")
 }
 
 
@@ -141,9 +136,9 @@ def unchanged(node: fx.Node) -> fx.Node | None:
     Python's ``sum`` begins with such a 0. Adding it makes +0 of -0; a sum that is rounded later or taken in another
     order may do so, too, and Inductor drops tensors of zeros alike.
     """
-    if not calls(node, *_NEUTRAL) or not is_val(node) or len(node.args) != 2:
+    if not calls(node, *NEUTRAL) or not is_val(node) or len(node.args) != 2:
         return None
-    neutral, either = _NEUTRAL[node.target]  # type: ignore[index]
+    neutral, either = NEUTRAL[node.target]  # type: ignore[index]
     source, number = node.args
     if either and not is_val(source):
         source, number = number, source

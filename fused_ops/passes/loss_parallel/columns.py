@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeGuard
@@ -14,13 +14,12 @@ from torch import fx
 from ....symm_mem import resolve_group
 from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, walk, what
-from ..graph.rewrite import call, reshape
+from ..graph.rewrite import call, repeated, reshape
 from ..graph.row_wise import is_pointwise
 from ..graph.sizes import Size, known
 from ..graph.split_cat import SPLITS, cut_of, is_cut
 
 CAST = torch.ops.prims.convert_element_type.default
-_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -56,15 +55,18 @@ class GatheredColumns:
 
 def gathered_columns(c: Collective) -> GatheredColumns | None:
     """What a gather gathers, if it is joined along the last dimension."""
-    rows = val(c.x).shape[0]
-    for cat, between in _cats(c.wait):
+    rows, cuts = val(c.x).shape[0], (*SPLITS[:2], operator.getitem, aten.slice.Tensor)
+    found = walk([c.wait], lambda n: (u for u in n.users if calls(u, *cuts)))
+    for cat in dict.fromkeys(u for n in found for u in n.users if calls(u, aten.cat.default)):
         parts: Any = cat.args[0]
         if argument(cat, 1, "dim", 0) % val(cat).dim() != val(cat).dim() - 1 or len(parts) != c.world:
             continue
         widths = tuple(val(part).shape[-1] for part in parts)
         own = all(_is_part(part, c.wait, i, rows) for i, part in enumerate(parts))
         if own and all(isinstance(width, int) for width in widths):
-            return _without_filling(GatheredColumns(c, cat, widths, between, resolve_group(c.group).rank()))
+            return _without_filling(
+                GatheredColumns(c, cat, widths, tuple(found)[1:], resolve_group(c.group).rank())
+            )
     return None
 
 
@@ -74,18 +76,8 @@ def _without_filling(columns: GatheredColumns) -> GatheredColumns:
     if cut is None or not is_cut(cut, columns.whole, val(columns.whole).dim() - 1, 0):
         return columns
     count, starts = val(cut).shape[-1], accumulate(columns.widths, initial=0)
-    left = tuple(
-        max(min(width, count - start), 0) for width, start in zip(columns.widths, starts, strict=False)
-    )
+    left = tuple(max(min(width, count - at), 0) for width, at in zip(columns.widths, starts, strict=False))
     return replace(columns, whole=cut, widths=left, between=(*columns.between, columns.whole))
-
-
-def _cats(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """What joins parts of a node, and all that lies between."""
-    cuts = (*SPLITS[:2], operator.getitem, aten.slice.Tensor)
-    found = walk([node], lambda n: (u for u in n.users if calls(u, *cuts)))
-    cats = dict.fromkeys(u for n in found for u in n.users if calls(u, aten.cat.default))
-    return ((cat, tuple(found)[1:]) for cat in cats)
 
 
 def _is_part(node: fx.Node, source: fx.Node, i: int, rows: Size) -> bool:
@@ -135,23 +127,19 @@ class OwnColumns:
         if node not in self._made:
             if not keeps_columns(node) and not is_pointwise(node):
                 raise LeftAlone(f"its columns meet {what(node)}")
-            inputs = [self.of(a, before) for a in node.args if has_columns(a)]
-            self._made[node] = self.step(node, inputs, before)
+            own = {a: self.of(a, before) for a in node.args if has_columns(a)}
+            self._made[node] = self.step(node, own, before)
         return self._made[node]
 
     def narrow(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The same without an exact cast at the end."""
         if node is not self.columns.whole and calls(node, aten.slice.Tensor, *FLAT):
-            return self.step(node, [self.narrow(node.args[0], before)], before)  # type: ignore[arg-type]
+            source: Any = node.args[0]
+            return self.step(node, {source: self.narrow(source, before)}, before)
         return self.of(uncast(node), before)
 
-    def step(self, node: fx.Node, inputs: Iterable[fx.Node], before: fx.Node) -> fx.Node:
+    def step(self, node: fx.Node, own: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
         """The node, of its inputs' own columns. What inputs have none are all ranks' alike."""
-        left = iter(inputs)
-        if calls(node, *_COPIES):
-            return next(left)
         if calls(node, *FLAT):
-            return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
-        return call(
-            before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs
-        )
+            return reshape(own[node.args[0]], [*val(node).shape[:-1], self.columns.width], before)  # type: ignore[index]
+        return repeated(node, lambda n: own.get(n, n), before)

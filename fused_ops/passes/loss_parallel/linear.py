@@ -16,7 +16,7 @@ from torch import fx
 from ...library import schema
 from ..graph.effects import writes
 from ..graph.nodes import FLAT, LeftAlone, aten, calls, flattened, only_user, used_by, val, walk
-from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..graph.rewrite import call, cast, fused, put_in_place, reshape, undone_if_left
 from ..graph.sizes import known, same_shape
 from ..origin import put_for
 from .columns import CAST
@@ -48,15 +48,17 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
         products = _products(loss, logits)
         named |= {"summed": True, **dict.fromkeys(products, True)}
     replaced = [total, *products.values()]
-    _check_unneeded(logits, replaced)
+    made = walk([logits], lambda n: (user for user in n.users if user not in replaced))
+    if any(n.op == "output" or writes(n) for n in made):
+        raise LeftAlone(_MORE)
     with undone_if_left():
         with put_for(at):
             operands = [logits.args[0], call(at, aten.permute.default, logits.args[1], [1, 0]), None]
             operands.append(reshape(targets, [val(logits).shape[0]], at))
             op = fused(at, schema.linear_cross_entropy, c, *operands, **named)
             new = [cast(call(at, operator.getitem, op, 0), val(total).dtype, at) if loss.gradients else op]
-            made = call(at, operator.getitem, op, 2)
-            units = [call(at, operator.getitem, made, i) for i in range(len(products))]
+            all_units = call(at, operator.getitem, op, 2)
+            units = [call(at, operator.getitem, all_units, i) for i in range(len(products))]
         if products:
             (gradient, path, _), first = loss.gradients[0], min(products.values())
             with put_for(first):
@@ -74,9 +76,7 @@ def put_on_product(loss: ColumnLoss) -> fx.Node:
                 # An infinite factor leaves the zeros of ignored rows.
                 wide = call(old, aten.where.ScalarOther, call(old, aten.ne.Scalar, unit, 0), wide, 0.0)
                 new.append(cast(wide, val(unit).dtype, old))
-    for old, by in zip(replaced, new, strict=True):
-        old.replace_all_uses_with(by)
-    erase_unused(made_of(replaced))
+    put_in_place(dict(zip(replaced, new, strict=True)), made_of(replaced))
     return op
 
 
@@ -151,10 +151,3 @@ def _matrix(node: Any) -> tuple[fx.Node, bool]:
         elif not calls(node, *FLAT) or not same_shape(val(node).shape, val(node.args[0]).shape):
             return flattened(node), turned
         node = node.args[0]
-
-
-def _check_unneeded(node: fx.Node, replaced: list[fx.Node]) -> None:
-    """LeftAlone: the node has a part in more than what is replaced."""
-    made = walk([node], lambda n: (user for user in n.users if user not in replaced))
-    if any(n.op == "output" or writes(n) for n in made):
-        raise LeftAlone(_MORE)

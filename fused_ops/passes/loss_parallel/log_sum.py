@@ -16,7 +16,7 @@ from torch import fx
 from ..graph.collectives import communicates
 from ..graph.effects import writes
 from ..graph.nodes import FLAT, LeftAlone, aten, calls, used_by, val, walk, what
-from ..graph.rewrite import call, cast, erase_unused, reshape, undone_if_left
+from ..graph.rewrite import call, cast, put_in_place, reshape, undone_if_left
 from ..graph.row_wise import reduced_dims, reduces_rows
 from ..graph.sizes import same_shape
 from ..origin import put_for
@@ -115,7 +115,4 @@ def put_log_sum_on_columns(loss: ColumnLoss, found: LogSum, paths: list[Path]) -
                 log_sum = reshape(loss.log_sum, val(by).shape, at)
                 p = call(at, aten.exp.default, call(at, aten.sub.Tensor, x, log_sum))
                 replaced[at] = follow(path, call(at, aten.mul.Tensor, p, whole), gradient, own_of)
-    gone = made_of([*replaced])
-    for old, new in replaced.items():
-        old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
-    erase_unused(gone)
+    put_in_place(replaced, made_of([*replaced]))

@@ -13,7 +13,7 @@ from ...library import schema
 from ..graph.collectives import Collective, communicates
 from ..graph.effects import check_no_write
 from ..graph.nodes import LeftAlone, aten, between, c10d, calls, val, walk
-from ..graph.rewrite import call, cast, erase_unused, fused, reshape, reshape_sizes, undone_if_left
+from ..graph.rewrite import call, cast, fused, put_in_place, reshape, reshape_sizes, undone_if_left
 from ..origin import put_for
 from ..patterns.pattern import why_not_called_from_cpp
 from .columns import GatheredColumns, OwnColumns, has_columns
@@ -56,12 +56,12 @@ def put_on_columns(columns: GatheredColumns, softmax: LogSoftmax, paths: Sequenc
                 replaced[path.end] = _own_part(gradient, path, own_of, x, log_sum)
                 gradients.append((gradient, path, replaced[path.end]))
     gone = made_of([*replaced])
-    for old, new in replaced.items():
-        old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
     for gradient, path in zip(softmax.gradients, paths, strict=True):
         for first in path.sums[:1]:
-            first.replace_all_uses_with(_rest(first, (gradient.result, *path.steps)))
-    erase_unused(gone)
+            passed = (gradient.result, *path.steps)
+            a, b = first.args
+            first.replace_all_uses_with(a if b is passed[passed.index(first) - 1] else b)  # type: ignore[arg-type]
+    put_in_place(replaced, gone)
     _after(op, columns)
     return ColumnLoss(columns, op, log_sum, replaced[softmax.picked], gradients)
 
@@ -127,17 +127,10 @@ def follow(path: Path, node: fx.Node, last: fx.Node, own_of: OwnColumns) -> fx.N
             zeros = call(at, aten.full.default, sizes, 0, dtype=val(step).dtype, device=val(node).device)
             node = call(at, aten.slice_scatter.default, zeros, node, *step.args[2:])
         elif step not in path.sums:
-            inputs = [node if a is last else own_of.of(a, at) for a in step.args if has_columns(a)]
-            node = own_of.step(step, inputs, at)
+            own = {a: node if a is last else own_of.of(a, at) for a in step.args if has_columns(a)}
+            node = own_of.step(step, own, at)
         last = step
     return call(at.next, aten.add.Tensor, at, node) if path.sums else node
-
-
-def _rest(add: fx.Node, passed: Sequence[fx.Node]) -> fx.Node:
-    """What a sum adds to the last node before it of those that the loss's gradient passes."""
-    source = passed[passed.index(add) - 1]
-    a, b = add.args
-    return a if b is source else b  # type: ignore[return-value]
 
 
 def made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
-from ..graph.nodes import LeftAlone, aten, calls, only_user, some, used_by, val, what
+from ..graph.nodes import RESHAPES, LeftAlone, aten, calls, only_user, some, used_by, val, what
 from ..graph.row_wise import reduces_rows
 from ..graph.sizes import known, same_shape
 from .columns import CAST
@@ -148,9 +148,7 @@ def _hot(node: Any) -> tuple[fx.Node, float] | None:
     if not calls(node, aten.where.self) or not calls(node.args[0], aten.eq.Tensor):
         return None
     targets, columns = node.args[0].args
-    while calls(
-        columns, aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default
-    ):
+    while calls(columns, *RESHAPES, aten.unsqueeze.default, aten.expand.default):
         columns = columns.args[0]
     named = columns.kwargs if calls(columns, torch.ops.prims.iota.default) else {}
     number = number_of(node.args[1])

@@ -118,7 +118,8 @@ def _from_moments(x: fx.Node, wide: fx.Node, moments: _Moments, dtype: torch.dty
     nodes = [*moments.nodes, *between, *scaling]
     if others := [u for node in between for u in node.users if u not in nodes]:
         raise LeftAlone(f"what is normed is also used by {some(others)}")
-    last = _cast_after(scaling[-1], dtype)
+    cast = used_by(scaling[-1], *CASTS)
+    last = cast if cast is not None and val(cast).dtype == dtype else scaling[-1]
     nodes.append(last)
     weight, bias = _Column(None), _Column(None)
     for column, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor))[: 1 + moments.layer]:
@@ -227,12 +228,6 @@ def _scale_of(variance: fx.Node, centred: Sequence[fx.Node]) -> tuple[float, lis
     of_both = calls(scaled, aten.mul.Tensor) and any({*scaled.args} == {x, root} for x in centred)
     _expect(of_both, scaled)
     return plus.args[1], [plus, root, scaled]  # type: ignore[return-value]
-
-
-def _cast_after(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The one user of a node, where it casts to that dtype; else the node."""
-    cast = used_by(node, *CASTS)
-    return cast if cast is not None and val(cast).dtype == dtype else node  # type: ignore[no-any-return]
 
 
 def _is_row(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:

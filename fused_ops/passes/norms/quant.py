@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.gemm.scaling import FP8
 from ..graph.collectives import communicates, waits
 from ..graph.effects import first_write, writes
-from ..graph.nodes import FLAT, LeftAlone, aten, calls, is_val, some, val, walk, what
+from ..graph.nodes import FLAT, LeftAlone, aten, calls, check_users, is_val, some, val, walk, what
 from ..graph.rewrite import reshape
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.sizes import is_contiguous, known, same_shape
@@ -71,7 +71,9 @@ class FollowingQuant:
             raise LeftAlone("no op makes fp8 of a LayerNorm")
         if len(casts) > 1:
             raise LeftAlone(f"it is cast to fp8 by {some(casts)}")
-        found = _Steps(norm.normed, _rows_of(norm.normed), casts[0]).found()
+        # The norm, and views of it that have the same rows.
+        rows = walk([norm.normed], lambda n: (u for u in n.users if calls(u, *FLAT) and has_same_columns(u)))
+        found = _Steps(norm.normed, {*rows}, casts[0]).found()
         if found.given:
             found.late = _late(found.scale, at)
         found.check(norm.normed, at)
@@ -81,10 +83,8 @@ class FollowingQuant:
         """LeftAlone: more is needed than the op gives, or at another place."""
         results = (self.numbers, self.scale)
         for node in (normed, *self.nodes):
-            if node in results:
-                continue
-            if others := [u for u in node.users if u not in self.nodes and u not in results]:
-                raise LeftAlone(f"{what(node)} is also used by {some(others)}")
+            if node not in results:
+                check_users(node, (*self.nodes, *results))
         if moved := [n for n in self.nodes if is_val(n) and val(n).device != val(normed).device]:
             raise LeftAlone(f"{some(moved)} lies on {val(moved[0]).device}")
         if not all(is_contiguous(val(n)) for n in (results[:1] if self.given else results)):
@@ -114,11 +114,6 @@ def _casts_to_fp8(normed: fx.Node) -> list[fx.Node]:
                 pending.append(user)
             found.add(user)
     return casts
-
-
-def _rows_of(normed: fx.Node) -> set[fx.Node]:
-    """The norm, and views of it that have the same rows."""
-    return {*walk([normed], lambda n: (u for u in n.users if calls(u, *FLAT) and has_same_columns(u)))}
 
 
 @dataclass
@@ -171,10 +166,8 @@ class _Steps:
         if not calls(node, aten.mul.Tensor, aten.div.Tensor) or not is_val(node):
             raise LeftAlone(f"{what(node)} does not apply a scale")
         expected = dict(zip(_BOUNDS, (-self.largest, self.largest), strict=True))
-        complete = bounds == expected or (
-            _saturates(val(self.cast).dtype) and bounds.items() <= expected.items()
-        )
-        if not complete:
+        saturates = _saturates(val(self.cast).dtype)
+        if bounds != expected and not (saturates and bounds.items() <= expected.items()):
             raise LeftAlone(f"{what(given)} does not bring it between {-self.largest:g} and {self.largest:g}")
         return node
 

@@ -36,9 +36,7 @@ class Timeline:
 
     def beside(self, collective: str) -> tuple[tuple[str, float], ...]:
         """The kernels that run while a collective is on its way, and the microseconds of each in which both do."""
-        first, last = next(
-            (b, e) for lane, name, b, e in self.spans if lane != COMPUTE and name == collective
-        )
+        first, last = next((b, e) for lane, n, b, e in self.spans if lane != COMPUTE and n == collective)
         both = {n: min(e, last) - max(b, first) for lane, n, b, e in self.spans if lane == COMPUTE}
         return tuple((name, us) for name, us in both.items() if us > 0)
 

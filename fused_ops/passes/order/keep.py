@@ -13,7 +13,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
@@ -21,14 +20,10 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.scheduler import GroupedSchedulerNode
 from torch._inductor.virtualized import V
 
+from ..graph.effects import op_with_effect
 from .grouped import mark_grouped
 
-_lib = torch.library.Library("weft", "FRAGMENT")
-_lib.define("keep_order() -> ()")
-_lib.impl("keep_order", lambda: None, "CompositeExplicitAutograd")
-torch.library.register_fake("weft::keep_order", lambda: None, lib=_lib)
-_keep = torch.ops.weft.keep_order.default
-fx.node.has_side_effect(_keep)
+_keep = op_with_effect("keep_order()", lambda: None)
 _KERNELS = (ir.TemplateBuffer, ir.ExternKernelOut, ir.ExternKernelAlloc)  # a fallback is one of the last
 
 

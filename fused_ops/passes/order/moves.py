@@ -98,12 +98,6 @@ class _Walk:
     def timeline(self) -> Timeline:
         return timeline_of(self.live, self.transfers, self.times, self.table)
 
-    def _between(self, transfer: Transfer) -> list[float]:
-        """Microseconds of each kernel between a start and its first wait."""
-        first = min(self.live.at[w] for w in transfer.waits)
-        between = self.live.order[self.live.at[transfer.start] : first]
-        return [self.times[n] for n in between if self.times[n]]
-
     def in_flight(self, place: int, transport: str) -> list[Transfer]:
         """Those of a transport that are on their way at a place of the order."""
         at = self.live.at
@@ -146,7 +140,9 @@ class _Walk:
         idle: list[tuple[int, list[fx.Node]]] = []  # what was where, before moves that hide nothing
         # What its transport carries out first of all that is on its way where it starts.
         queued = sum(t.time for t in self.in_flight(live.at[transfer.start], transfer.transport))
-        kernels, late = self._between(transfer), transfer.transport in self.table.late
+        first_wait = min(live.at[w] for w in transfer.waits)
+        kernels = [us for n in live.order[live.at[transfer.start] : first_wait] if (us := self.times[n])]
+        late = transfer.transport in self.table.late
         # A late one begins after the first of them.
         needed = _COVER * transfer.time + queued - self.table.contention * sum(kernels[late:])
         next_one = kernels[:1] if late else []

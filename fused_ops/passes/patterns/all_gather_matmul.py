@@ -80,7 +80,7 @@ class _Replacement:
     ) -> _Replacement:
         """``uses``: those of this layout; ``reasons``: why other products are none. LeftAlone: none of them can be
         moved to the op, or something else needs what the op does not return."""
-        c, at = tensor.collectives[0], tensor.before_others(tensor.outside()[0])
+        c, at = tensor.collectives[0], tensor.before_others()
         chosen, needed = [], []
         written = first_write(c.node, uses[-1].product.node)
         for u in uses:
@@ -145,12 +145,7 @@ class _Replacement:
             for i, u in enumerate(self.uses):
                 out = call(u.product.node, operator.getitem, outs, i)
                 new[u.product.node] = _product(out, u, [shard, Bs[i]])
-        self.tensor.read_sizes_from_shard()
-        for old, node in new.items():
-            old.replace_all_uses_with(node)
-        for u in self.uses:
-            u.product.node.graph.erase_node(u.product.node)
-        self.tensor.reset_state(after)
+        self.tensor.put_in_place(new, after, [u.product.node for u in self.uses])
 
     def _of(self, A: fx.Node, view: View, lent: list[int]) -> fx.Node:
         """A view of the gathered tensor, made of what the op returns. ``lent``: the memory for which that of A could

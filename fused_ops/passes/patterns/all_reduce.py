@@ -21,7 +21,7 @@ from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.index_map import plain
 from ..graph.nodes import LeftAlone, c10d, val, what
-from ..graph.rewrite import erase_unused, fused, make_contiguous, rearrange, reshape, undone_if_left
+from ..graph.rewrite import fused, make_contiguous, put_in_place, rearrange, reshape, undone_if_left
 from ..graph.sizes import Size, hint, nbytes
 from ..norms.following import FollowingNorm
 from .epilogue import stays_after
@@ -192,10 +192,8 @@ class _Replacement:
             else:
                 *given, shared = self.experts.operands(self.norm.sum.at)
                 new = self.norm.replaced(c, self.op, given, self.experts.rows, shared=shared)
-        for old, node in new.items():
-            old.replace_all_uses_with(node)
         parts = [part for part in (self.norm, self.experts, self.sum) if part is not None]
-        erase_unused([c.node, c.wait, *(n for part in parts for n in part.nodes)])
+        put_in_place(new, [c.node, c.wait, *(n for part in parts for n in part.nodes)])
 
     def _reduced(self) -> fx.Node:
         """The sum of all ranks, before the collective."""

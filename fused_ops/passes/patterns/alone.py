@@ -21,7 +21,7 @@ from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.index_map import gathered_dims, same_dims
 from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, only_user, some, val, what
-from ..graph.rewrite import erase_unused, fused, reshape, undone_if_left
+from ..graph.rewrite import fused, put_in_place, reshape, undone_if_left
 from ..graph.sizes import is_contiguous, known
 from ..graph.split_cat import cut_of
 from ..graph.views import CASTS, ViewStep, has_same_columns, steps_back, views
@@ -132,9 +132,8 @@ class _Replacement:
 
     def put(self, out: fx.Node, before: Sequence[fx.Node]) -> None:
         """In place of the result, and of what stood ``before`` the collective for it alone."""
-        self.result.replace_all_uses_with(out)
         nodes = [n for step in self.steps for n in step.nodes]
-        erase_unused([*nodes, self.collective.wait, self.collective.node, *before])
+        put_in_place({self.result: out}, [*nodes, self.collective.wait, self.collective.node, *before])
 
 
 def _gathered(c: Collective) -> _Replacement:

@@ -13,7 +13,7 @@ from ...dispatch import profitability
 from ...library import schema
 from ..graph.collectives import Collective
 from ..graph.nodes import LeftAlone, between, c10d, val
-from ..graph.rewrite import erase_unused, fused, undone_if_left
+from ..graph.rewrite import fused, put_in_place, undone_if_left
 from ..order.copy_engines import is_large
 from ..order.transports import NETWORK, transport_of_group
 from .pattern import Pattern
@@ -67,8 +67,7 @@ def _replace(c: Collective) -> None:
     with undone_if_left():
         started = fused(c.node, start, c, c.x, *reduce_op)
         result = fused(c.wait, wait, c, started, c.x)
-    c.wait.replace_all_uses_with(result)
-    erase_unused([c.wait, c.node])
+    put_in_place({c.wait: result}, [c.wait, c.node])
 
 
 _OPS: dict[Any, tuple[Any, Any]] = {

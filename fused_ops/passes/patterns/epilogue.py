@@ -21,7 +21,7 @@ from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
 from ..graph.nodes import FLAT, LeftAlone, added_to, aten, between, calls, is_val, only_user, val, what
 from ..graph.rewrite import hoist, reshape
 from ..graph.sizes import alike, is_contiguous, known, same_shape
-from ..graph.views import unchanged
+from ..graph.views import NEUTRAL, unchanged
 
 
 @dataclass
@@ -111,14 +111,7 @@ def stays_after(node: fx.Node) -> str:
     """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
     while calls(user := only_user(node), *FLAT):
         node = user
-    return f"{what(user)} stays after it" if calls(user, *_ARITHMETIC) else ""
-
-
-_ARITHMETIC = (
-    *(getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")),
-    *(getattr(aten, name).Scalar for name in ("add", "sub", "mul", "div")),
-    aten.neg.default,
-)
+    return f"{what(user)} stays after it" if calls(user, *NEUTRAL, aten.neg.default) else ""
 
 
 def _is_row(term: fx.Node, node: fx.Node, c: Collective, part: Dims) -> bool:

@@ -22,7 +22,7 @@ from ...library import schema
 from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.nodes import FLAT, LeftAlone, added_to, argument, aten, calls, flattened, is_val, some, val, what
-from ..graph.rewrite import call, cast, erase_unused, fused, reshape, undone_if_left
+from ..graph.rewrite import call, cast, fused, put_in_place, reshape, undone_if_left
 from ..graph.row_wise import reduced_dims
 from ..graph.sizes import Size, alike, hint, known, same_shape
 from ..graph.views import CASTS, has_same_columns
@@ -153,8 +153,7 @@ def _replace(c: Collective, experts: ExpertsSum) -> None:
         *given, shared = experts.operands(at)
         out = fused(at, schema.moe_combine_reduce_scatter, c, *given, 0, shared=shared)
         out = reshape(out, val(c.wait).shape, at)
-    c.wait.replace_all_uses_with(out)
-    erase_unused([*experts.nodes, c.node, c.wait])
+    put_in_place({c.wait: out}, [*experts.nodes, c.node, c.wait])
 
 
 def _sum_of_choices(total: fx.Node, dtype: torch.dtype) -> ExpertsSum | None:

@@ -153,7 +153,9 @@ class _Joined:
             for old in cut:
                 old.replace_all_uses_with(results[i])
             _without_copy(results[i])
-            _renew(results[i])
+            # Views of it have other strides now, in other memory.
+            for view in [*walk([results[i]], lambda n: filter(is_view, n.users))][1:]:
+                view.meta["val"] = rewrite.value(view.target, view.args, view.kwargs)
         gone = [n for cut in self.cuts for n in cut]
         gone += [n.args[0] for n in gone if calls(n, operator.getitem)]  # type: ignore[misc]
         rewrite.erase_unused([*gone, *self.after, c.wait, c.node, c.x, self.cat])
@@ -219,9 +221,3 @@ def _without_copy(result: fx.Node) -> None:
         return
     copy.replace_all_uses_with(result)
     result.graph.erase_node(copy)
-
-
-def _renew(changed: fx.Node) -> None:
-    """Gives views of it the values that they now have: other strides, in other memory."""
-    for view in [*walk([changed], lambda n: filter(is_view, n.users))][1:]:
-        view.meta["val"] = rewrite.value(view.target, view.args, view.kwargs)

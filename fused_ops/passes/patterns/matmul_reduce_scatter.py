@@ -20,7 +20,7 @@ from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.index_map import Digits, Dims, gathered_dims, numel, part_of_rank, plain
 from ..graph.nodes import LeftAlone, some, val
-from ..graph.rewrite import erase_unused, fused, make_contiguous, rearrange, reshape, undone_if_left
+from ..graph.rewrite import fused, make_contiguous, put_in_place, rearrange, reshape, undone_if_left
 from ..graph.sizes import known
 from .epilogue import Terms, stays_after
 from .pattern import Pattern
@@ -94,5 +94,4 @@ def _replace(c: Collective, total: SumOfMatmuls, dim: int, part: Dims, terms: Te
         out = rearrange(out, part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
         out = make_contiguous(out, at)
     terms.replace()
-    c.wait.replace_all_uses_with(out)
-    erase_unused([*terms.added, *terms.path, *total.nodes, c.node, c.wait])
+    put_in_place({c.wait: out}, [*terms.added, *terms.path, *total.nodes, c.node, c.wait])

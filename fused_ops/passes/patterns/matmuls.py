@@ -14,14 +14,9 @@ from ..graph.sizes import Size, known
 
 # And how many operands each has.
 PRODUCTS = {
-    aten.mm.default: 2,
-    aten.bmm.default: 2,
-    aten.addmm.default: 3,
-    aten.baddbmm.default: 3,
-    aten.mm.dtype: 2,
-    aten.bmm.dtype: 2,
-    aten.addmm.dtype: 3,
-    aten.baddbmm.dtype: 3,
+    getattr(getattr(aten, op), overload): operands
+    for op, operands in (("mm", 2), ("bmm", 2), ("addmm", 3), ("baddbmm", 3))
+    for overload in ("default", "dtype")
 }
 
 

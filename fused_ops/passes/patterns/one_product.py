@@ -54,10 +54,8 @@ def why_not_one_product(products: Sequence[Product], candidate: FusionCandidate 
 
 def copies_us(products: Iterable[Product]) -> float:
     """Microseconds that an op takes to copy those left operands that do not lie in rows."""
-    lefts = {p.left: val(p.left) for p in products}
-    copied = sum(
-        nbytes(x) for x in lefts.values() if x.device.type == "cuda" and not known(x.stride(-1) == 1)
-    )
+    lefts = {p.left: val(p.left) for p in products}.values()
+    copied = sum(nbytes(x) for x in lefts if x.device.type == "cuda" and not known(x.stride(-1) == 1))
     return copied / _TRANSPOSED_BYTES_PER_US
 
 

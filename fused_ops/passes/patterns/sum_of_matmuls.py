@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ... import validation
 from ...library import schema
 from ..graph.collectives import COMPILE_BOTH, Collective
 from ..graph.index_map import Digits, Dims, numel, same_size
-from ..graph.nodes import LeftAlone, aten, calls, is_val, some, val, walk, what
+from ..graph.nodes import LeftAlone, aten, calls, check_users, is_val, some, val, walk, what
 from ..graph.rewrite import call, cast, fused, reshape
 from ..graph.scaling import Scaling, check_factor, is_factor, scaled
 from ..graph.sizes import Size, hint_or_one, known, same_shape
@@ -142,7 +142,7 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
     dtypes: dict[torch.dtype, fx.Node] = {}
     while pending:
         node, dims, users, factor = pending.pop()
-        _check_users(node, users)
+        check_users(node, users)
         total.nodes.append(node)
         dtypes.setdefault(val(node).dtype, node)
         if (taken := product(node)) is not None:
@@ -160,7 +160,7 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
             addends = [] if taken.addend is None else [(taken.addend, taken.beta)]
         elif (taken_step := view_step(node)) is not None:
             for part in taken_step.between:
-                _check_users(part, taken_step.nodes)
+                check_users(part, taken_step.nodes)
             total.nodes += taken_step.between
             if isinstance(taken_step.change, Scaling):
                 factor = _times(factor, taken_step.change.factor, node)
@@ -186,10 +186,8 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
         raise LeftAlone(f"{some(total.vectors)}, which it sums, are no matrix products")
     (total.rows, total.columns), *others = terms
     if not all(same_size(rows, total.rows) and same_size(columns, total.columns) for rows, columns in others):
-        orders = all(
-            known(numel(r) == total.m) and known(numel(c) == numel(total.columns)) for r, c in others
-        )
-        how = "their rows or columns in different orders" if orders else "different shapes"
+        alike = all(known(numel(r) == total.m) and known(numel(c) == numel(total.columns)) for r, c in others)
+        how = "their rows or columns in different orders" if alike else "different shapes"
         raise LeftAlone(f"the products that it sums have {how}")
     if len({val(p.node).dtype for p in total.products}) > 1:
         raise LeftAlone("the products that it sums have different dtypes")
@@ -238,17 +236,10 @@ def has_product(node: fx.Node) -> bool:
 
     def sources(node: fx.Node) -> Iterator[fx.Node]:
         step = next(steps_back(node), None)
-        return filter(
-            is_val, node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
-        )
+        given = node.args[:2] if calls(node, *_SUMS) else () if step is None else (step.source,)
+        return filter(is_val, given)
 
     return any(product(n) is not None for n in walk([node], sources))
-
-
-def _check_users(node: fx.Node, users: Iterable[fx.Node]) -> None:
-    others = [u for u in node.users if u not in users]
-    if others:
-        raise LeftAlone(f"{what(node)} is also used by {some(others)}")
 
 
 def _check_dtype(have: torch.dtype, want: torch.dtype) -> None:

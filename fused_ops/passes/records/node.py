@@ -14,19 +14,15 @@ import pickle
 import zlib
 from typing import Any
 
-import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
-_lib = torch.library.Library("weft", "FRAGMENT")
-_lib.define("record(str packed) -> ()")
+from ..graph.effects import op_with_effect
+
 # Where a graph is run and not generated no cache has it.
-_lib.impl("record", lambda packed: None, "CompositeExplicitAutograd")
-torch.library.register_fake("weft::record", lambda packed: None, lib=_lib)
-_record = torch.ops.weft.record.default
-fx.node.has_side_effect(_record)
+_record = op_with_effect("record(str packed)", lambda packed: None)
 
 
 def is_kept() -> bool:

@@ -84,10 +84,8 @@ def table_lines(entries: Sequence[Entry]) -> list[str]:
 def wrapped(texts: Iterable[str]) -> Iterator[str]:
     """Lines that fit beside the table."""
     for line in "\n".join(texts).splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        yield from wrap(
-            line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
+        by = " " * (len(line) - len(line.lstrip()) + 4)
+        yield from wrap(line, _WIDTH, subsequent_indent=by, break_long_words=False, break_on_hyphens=False)
 
 
 def summary_of(entries: Sequence[Entry]) -> str:

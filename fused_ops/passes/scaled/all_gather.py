@@ -26,7 +26,7 @@ from ..graph.gathered_tensor import Gathered, GatherLayout
 from ..graph.index_map import RANK, numel, same_size
 from ..graph.nodes import LeftAlone, aten, some, val, what
 from ..graph.rewrite import call, hoist, make_contiguous, rearrange, reshape, undone_if_left
-from ..graph.views import View, view_step
+from ..graph.views import View, steps_back
 from ..patterns.pattern import Pattern
 from .row_by_row import RowByRow
 from .scaled_mm import SCALED_MMS, ScaledMm
@@ -67,11 +67,10 @@ class _Replacement:
 
     collective: Collective
     rows: RowByRow
-    tensor: Gathered  # all that is computed of what is gathered, up to the products
+    tensor: Gathered  # all that is computed of what is gathered, and maybe of scales, up to the products
     layout: GatherLayout
     uses: list[ScaledMm]
     whole: fx.Node | None  # the view of the quantised tensor of which all is made that others use
-    scales_of: Collective | None  # which gathers the scales
     at: fx.Node  # where the op will stand
     hoisted: set[fx.Node]  # computed before it, for the other operands
 
@@ -86,19 +85,18 @@ class _Replacement:
             raise LeftAlone(f"its scales are gathered by {some([each.node for each in others])}")
         collectives = sorted((c, *others), key=lambda each: each.node)
         tensor = Gathered(collectives, {n: View(n, (), (), None) for n in inside}, [], {})
-        kept = _other_users(tensor, uses, views)
+        kept = _used_by_others(tensor, uses, views)
         begins, last = collectives[0].node, uses[-1].node
         if (written := first_write(begins, last)) is not None:
             raise LeftAlone(f"{what(written)} writes to memory before {what(last)}")
-        at = tensor.before_others(min([first.node, *(u for users in kept.values() for u in users)]))
+        at = tensor.before_others()
         needed = [*(n for use in uses for n in use.given), *rows.given([first.left, first.left_scale])]
         needed += [each.x for each in collectives]
         needed += [first.left_scale] if rows.dims(first.left_scale) is None else []
         hoisted = set[fx.Node]().union(*(tensor.needed_before(at, n, begun=True) for n in needed))
-        scales_of = others[0] if others else None
         # Of several views the one of which the others are made.
         whole = max(kept, key=views.index, default=None)
-        return cls(c, rows, tensor, layout, uses, whole, scales_of, at, hoisted)
+        return cls(c, rows, tensor, layout, uses, whole, at, hoisted)
 
     def pattern(self) -> Pattern:
         c, first, layout, count = self.collective, self.uses[0], self.layout, len(self.uses)
@@ -117,7 +115,7 @@ class _Replacement:
             dtype=left.dtype,
             order=(layout.joined(c.world), tuple(val(c.x).shape)),
             replace=self.replace,
-            others=() if self.scales_of is None else (self.scales_of.node,),
+            others=tuple(each.node for each in self.tensor.collectives if each is not c),
             dim=layout.dim,
             last_dim=layout.contracted,
             decided=quantises,  # run unfused, too, the op sends fewer bytes
@@ -155,10 +153,7 @@ class _Replacement:
                 out = call(use.node, operator.getitem, outs, i)
                 out = reshape(out, val(use.node).shape, use.node, [shard])
                 new[use.node] = make_contiguous(out, use.node)
-        self.tensor.read_sizes_from_shard()
-        for old, node in new.items():
-            old.replace_all_uses_with(node)
-        self.tensor.reset_state(after, uses=[use.node for use in self.uses])
+        self.tensor.put_in_place(new, after, [use.node for use in self.uses])
 
     def _scale(self) -> fx.Node:
         """A_scale, as the op takes it."""
@@ -215,27 +210,22 @@ def _gathers(node: fx.Node, rows: RowByRow) -> list[Collective]:
 def _quantised(left: fx.Node, wait: fx.Node) -> list[fx.Node]:
     """The operand, and what it is a view of, up to where it is quantised or gathered."""
     found = [left]
-    while found[-1] is not wait and (step := view_step(found[-1])) is not None:
-        if val(step.source).dtype != val(left).dtype:
+    for step in steps_back(left):
+        if found[-1] is wait or val(step.source).dtype != val(left).dtype:
             break
         found.append(step.source)
     return found
 
 
-def _other_users(
-    tensor: Gathered, uses: list[ScaledMm], views: list[fx.Node]
-) -> dict[fx.Node, list[fx.Node]]:
-    """What else uses views of the quantised tensor, which the op then returns. LeftAlone: something uses what it is
-    made of, or its scales."""
-    taken = tensor.views.keys() | {use.node for use in uses}
-    found: dict[fx.Node, list[fx.Node]] = {}
+def _used_by_others(tensor: Gathered, uses: list[ScaledMm], views: list[fx.Node]) -> list[fx.Node]:
+    """The views of the quantised tensor that something else uses, which the op then returns. LeftAlone: something uses
+    what it is made of, or its scales."""
+    taken, found = tensor.views.keys() | {use.node for use in uses}, []
     for node in sorted(tensor.views):
-        users = [u for u in node.users if u not in taken and tensor.size_of_shard(u) is None]
-        if not users:
-            continue
-        if node not in views:
-            raise LeftAlone(
-                f"{what(node)}, of which its operand or its scales are made, is also used by {some(users)}"
-            )
-        found[node] = users
+        if users := [u for u in node.users if u not in taken and tensor.size_of_shard(u) is None]:
+            if node not in views:
+                raise LeftAlone(
+                    f"{what(node)}, of which its operand or its scales are made, is also used by {some(users)}"
+                )
+            found.append(node)
     return found

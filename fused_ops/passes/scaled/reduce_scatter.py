@@ -17,7 +17,7 @@ from ..graph.collectives import Collective
 from ..graph.effects import check_no_write
 from ..graph.index_map import Dims, numel, plain
 from ..graph.nodes import LeftAlone, some, val, what
-from ..graph.rewrite import call, erase_unused, make_contiguous, rearrange, reshape, undone_if_left
+from ..graph.rewrite import call, make_contiguous, put_in_place, rearrange, reshape, undone_if_left
 from ..graph.scaling import Scaling
 from ..graph.views import ViewStep, steps_back
 from ..patterns.matmul_reduce_scatter import parts_of_input, scattered_part
@@ -86,8 +86,7 @@ def _replace(c: Collective, product: ScaledMm, dim: int, part: Dims, nodes: list
         want = val(c.wait).shape
         out = rearrange(out, part, plain(want), want, at, [product.left])
         out = make_contiguous(out, at)
-    c.wait.replace_all_uses_with(out)
-    erase_unused([product.node, *nodes, c.node, c.wait])
+    put_in_place({c.wait: out}, [product.node, *nodes, c.node, c.wait])
 
 
 def _check_dtypes(product: ScaledMm, steps: list[ViewStep], want: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from ...library import schema
 from ..graph.collectives import Collective, communicates, group_of, waits
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
 from ..graph.nodes import LeftAlone, argument, aten, c10d, calls, is_val, val, walk, what
-from ..graph.rewrite import call, rearrange, reshape
+from ..graph.rewrite import call, rearrange, repeated, reshape
 from ..graph.row_wise import is_pointwise, reduced_dims
 from ..graph.sizes import known, same_shape
 from ..graph.split_cat import SPLITS
@@ -82,28 +82,24 @@ class RowByRow:
 
     def _takes_along(self, node: fx.Node) -> bool:
         """Whether the node is made of what another gather of the group has gathered, which is then part of this."""
-        source, steps = node, 0
-        while steps < _NEAR and source.op == "call_function" and not calls(source, c10d.wait_tensor.default):
-            step = _step_source(source)
-            if communicates(source) or not (step or is_pointwise(source)):
+        for _ in range(_NEAR):
+            if node.op != "call_function" or communicates(node) or waits(node):
+                break
+            inputs = [n for n in node.all_input_nodes if n.op == "call_function"]
+            if (source := _step_source(node)) is None and (not is_pointwise(node) or len(inputs) != 1):
                 return False
-            inputs = [n for n in source.all_input_nodes if n.op == "call_function"]
-            if step is None and len(inputs) != 1:
-                return False
-            source, steps = step or inputs[0], steps + 1
-        if not calls(source, c10d.wait_tensor.default):
-            return False
-        gather = source.args[0]
-        if not calls(gather, c10d.all_gather_into_tensor.default) or group_of(gather) != self._c.group:  # type: ignore[arg-type]
+            node = source or inputs[0]
+        gather: Any = node.args[0] if calls(node, c10d.wait_tensor.default) else None
+        if not calls(gather, c10d.all_gather_into_tensor.default):
             return False
         try:
-            c = Collective.from_node(gather)  # type: ignore[arg-type]
+            c = Collective.from_node(gather, frozenset((self._c.group,)))
         except LeftAlone:
             return False
-        if c.wait is not source or val(c.x).dim() == 0:
+        if val(c.x).dim() == 0:
             return False
-        self.bases[source] = c
-        more, cut_off = _reached([source])
+        self.bases[node] = c
+        more, cut_off = _reached([node])
         self._reached |= more
         self._cut_off |= cut_off
         return True
@@ -182,8 +178,7 @@ class RowByRow:
             return node
         step = view_step(node)
         if step is None or step.change is not None:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
-            return call(at, node.target, *args, **kwargs)
+            return repeated(node, lambda n: self.shard(n, at), at)
         source = self.shard(step.source, at)
         have, want = (of_shard(self._needed(n)) for n in (step.source, node))
         shape = [numel(digits) for digits in want]
@@ -231,14 +226,10 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
         seen.add(node)
         if len(seen) > _DEEP:
             return node
-        if calls(node, c10d.wait_tensor.default):
-            reduced: Any = node.args[0]
-            taken = calls(reduced, c10d.all_reduce.default) and group_of(reduced) == group
+        if calls(node, c10d.wait_tensor.default, schema.all_reduce):
+            reduced: Any = node.args[0] if waits(node) else node
+            taken = calls(reduced, c10d.all_reduce.default, schema.all_reduce) and group_of(reduced) == group
             if not taken or reduced.args[1] not in ("max", "min"):
-                return node
-            continue
-        if calls(node, schema.all_reduce):
-            if group_of(node) != group or node.args[1] not in ("max", "min"):
                 return node
             continue
         if _is_part(node):

@@ -68,7 +68,7 @@ def put_sequences_on_rows(
         own_chunks: whether ranks compare what the graph has become before they run it, see ``RowLayout``.
     """
     found: dict[str, list[Collective]] = {}
-    several_as_one: dict[fx.Node, str] = {}
+    as_one: dict[fx.Node, list[str]] = {}  # what is said of those that stand for several
     for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and NOTE not in n.meta]:
         if node._erased:
             continue
@@ -80,7 +80,7 @@ def put_sequences_on_rows(
             if has_product(c.x):
                 c, merged = merge_what_is_summed(c)
                 if merged:
-                    several_as_one[c.node] = f"{1 + len(merged)} all-reduces as one"
+                    as_one[c.node] = [f"{1 + len(merged)} all-reduces as one"]
             found.setdefault(c.group, []).append(c)
     for group, several in found.items():
         same = same_on_all_ranks(graph, group)
@@ -92,23 +92,18 @@ def put_sequences_on_rows(
                 if reason is not None:
                     raise LeftAlone(reason)
                 for scattered, c in put_on_rows(region).items():
-                    as_one = f", {several_as_one[c.node]}" if c.node in several_as_one else ""
-                    scattered.meta[NOTE] = f"{BY_ROWS}{as_one}"
+                    scattered.meta[NOTE] = ", ".join([BY_ROWS, *as_one.get(c.node, ())])
             except LeftAlone as e:
                 for c in region.collectives:
-                    as_one = f"{several_as_one[c.node]}, " if c.node in several_as_one else ""
-                    c.node.meta[NOTE] = f"{as_one}not sequence parallel: {e}"
+                    c.node.meta[NOTE] = ", ".join([*as_one.get(c.node, ()), f"not sequence parallel: {e}"])
 
 
 def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node], own_chunks: bool) -> list[Region]:
     """The regions of these all-reduces, with rows cut where the graph cuts them, if it does."""
-    layouts: list[RowLayout] = []
-    flat = []
+    flat: list[tuple[Collective, RowLayout]] = []
     for c in several:
         layout = _layout(c, (math.prod(val(c.x).shape[:-1]),), 0, own_chunks)
-        layout = next((each for each in layouts if known(each.lead[0] == layout.lead[0])), layout)
-        layouts.append(layout)
-        flat.append((c, layout))
+        flat.append((c, next((each for _, each in flat if known(each.lead[0] == layout.lead[0])), layout)))
     best = regions(graph, flat, same)
     lead = val(several[0].x).shape[:-1]
     if all(same_shape(val(c.x).shape[:-1], lead) for c in several):

@@ -10,7 +10,7 @@ from torch import fx
 from ..agreement.signature import COMPARED
 from ..graph.collectives import Collective, communicates
 from ..graph.nodes import FLAT, aten, c10d, calls, memory, val, walk
-from ..graph.rewrite import call, erase_unused, make_contiguous, reshape, undone_if_left
+from ..graph.rewrite import call, make_contiguous, put_in_place, reshape, undone_if_left
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..graph.sizes import Size, same_shape
 from ..origin import put_for
@@ -51,8 +51,6 @@ def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
     for node, gathered in whole.items():
         for user in region.all_rows(node):
             user.replace_input_with(node, gathered)
-    for old, node in new.items():
-        old.replace_all_uses_with(node)
     gone = [*region.leads, *new, *(n for c in region.collectives for n in (c.node, c.wait))]
     splits = [n for chunk in region.chunks for n in chunk.all_input_nodes if n not in region.leads]
     gone += [n for split in splits for n in (split, *split.users)]
@@ -61,7 +59,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
         while calls(x, *FLAT):
             gone.append(x)
             x = x.args[0]  # type: ignore[assignment]
-    erase_unused(gone)
+    put_in_place(new, gone)
     return scattered
 
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, Store
 from .....symm_mem import WeftError, forks, get_timeout
 from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from .....symm_mem.heap.registry import has_name
-from . import vote_rows
+from . import vote_rows as rows
 from .board_file import BoardFile, backoff, lock, unlock
 from .known import KnownGraphs
 
@@ -31,7 +31,7 @@ ABSENCE = 1.0  # seconds that a rank is waited for which has not voted since it 
 T = TypeVar("T")
 
 
-class VoteBoard(vote_rows.VoteRows):
+class VoteBoard(rows.VoteRows):
     """One rank's view of its group's board. Calls of several threads take turns.
 
     Attributes:
@@ -49,7 +49,7 @@ class VoteBoard(vote_rows.VoteRows):
         self.blind: tuple[int, str] | None = None
         self.connected = False
         self._file = BoardFile(self.rank, self.size)
-        self._own = vote_rows.row_of(self.rank)
+        self._own = rows.row_of(self.rank)
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._told: set[int] = set()
@@ -85,7 +85,7 @@ class VoteBoard(vote_rows.VoteRows):
     def told(self, rank: int) -> list[str] | None:
         """What the signature that ``rank`` posted last stands for; None if it has not said so."""
         words = self._file.words
-        return None if words is None else self._said(words[vote_rows.row_of(rank) + vote_rows._SIGNATURE])
+        return None if words is None else self._said(words[rows.row_of(rank) + rows._SIGNATURE])
 
     def attached(self) -> bool:
         """Whether this rank can see the board, which it makes if it is the first."""
@@ -118,7 +118,7 @@ class VoteBoard(vote_rows.VoteRows):
 
     def _votes(self, rank: int) -> int:
         words = self._file.words
-        return 0 if words is None else words[vote_rows.row_of(rank) + vote_rows._POSTS]
+        return 0 if words is None else words[rows.row_of(rank) + rows._POSTS]
 
     def absent(self) -> int | None:
         """A rank that has not voted since it was waited for in vain: it runs its program in eager mode, say."""
@@ -128,7 +128,7 @@ class VoteBoard(vote_rows.VoteRows):
             del self._absent[rank]
         return None
 
-    def ask(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
+    def ask(self, post: rows.Vote, timeout: float) -> rows.Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. A rank that cannot fuse does not wait.
 
         For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
@@ -138,33 +138,31 @@ class VoteBoard(vote_rows.VoteRows):
             WeftError: another rank's process holds the lock until the group's deadline; or there is no store.
         """
         if not self.attached():
-            return vote_rows.Answer(
-                False, vote_rows.NO_BOARD if post.can_fuse else vote_rows.CANNOT_FUSE, self.rank
-            )
+            return rows.Answer(False, rows.NO_BOARD if post.can_fuse else rows.CANNOT_FUSE, self.rank)
         with self._thread_lock:
             try:
                 answer = self._ask(post, timeout)
             except BaseException:  # Ctrl-C, say: nobody shall count on this rank
                 with suppress(WeftError), self._lock(ABSENCE) as words:
-                    self._take_back(words, vote_rows.LATE, self.rank)
+                    self._take_back(words, rows.LATE, self.rank)
                 raise
-        if answer.why in (vote_rows.LATE, vote_rows.ABSENT) and answer.peer != self.rank:
+        if answer.why in (rows.LATE, rows.ABSENT) and answer.peer != self.rank:
             self._absent.setdefault(answer.peer, self._votes(answer.peer))
         return answer
 
-    def _ask(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
+    def _ask(self, post: rows.Vote, timeout: float) -> rows.Answer:
         with self._lock(get_timeout(self._name)) as words:
-            if words[vote_rows._LEAVES] == self._leaves:
+            if words[rows._LEAVES] == self._leaves:
                 self._post(words, post)
             else:
-                self._decide(words, self.rank, vote_rows.LEFT, words[vote_rows._LEAVER])
+                self._decide(words, self.rank, rows.LEFT, words[rows._LEAVER])
         answer = self._answer() or self._awaited(post, timeout)
-        if answer.why == vote_rows.LEFT:
-            self._leaves = words[vote_rows._LEAVES]
-            words[self._own + vote_rows._RUN] = words[vote_rows._GO_ON]
+        if answer.why == rows.LEFT:
+            self._leaves = words[rows._LEAVES]
+            words[self._own + rows._RUN] = words[rows._GO_ON]
         return answer
 
-    def _awaited(self, post: vote_rows.Vote, timeout: float) -> vote_rows.Answer:
+    def _awaited(self, post: rows.Vote, timeout: float) -> rows.Answer:
         waits, begin = backoff(), time.monotonic()
         while (answer := self._answer()) is None:
             in_vain = None
@@ -173,54 +171,48 @@ class VoteBoard(vote_rows.VoteRows):
                     (r for r in range(self.size) if r != self.rank and self._file.has_ended(r)), None
                 )
                 if ended is not None:
-                    in_vain = vote_rows.ENDED, ended
+                    in_vain = rows.ENDED, ended
                 elif self._sees_blind():
-                    in_vain = vote_rows.NO_BOARD, self.blind[0]  # type: ignore[index]
+                    in_vain = rows.NO_BOARD, self.blind[0]  # type: ignore[index]
             absent = self.absent()
             limit = timeout if absent is None else min(timeout, ABSENCE)
             late = time.monotonic() >= begin + limit
             words = self._words
-            if not late and in_vain is None and self._most(words) == words[self._own + vote_rows._RUN]:
+            if not late and in_vain is None and self._most(words) == words[self._own + rows._RUN]:
                 continue
             with self._lock(get_timeout(self._name)):
                 # One that does not ask may have come meanwhile.
                 if self._answer() is None and not self._follow(words, post) and (late or in_vain):
-                    why = (
-                        (vote_rows.LATE, self._missing(words))
-                        if absent is None
-                        else (vote_rows.ABSENT, absent)
-                    )
+                    why = (rows.LATE, self._missing(words)) if absent is None else (rows.ABSENT, absent)
                     return self._take_back(words, *(in_vain or why))
         return answer
 
-    def _take_back(self, words: memoryview, why: int, peer: int) -> vote_rows.Answer:
+    def _take_back(self, words: memoryview, why: int, peer: int) -> rows.Answer:
         """This rank's post, unless there is an answer to it."""
-        if words[self._own + vote_rows._ANSWER] == vote_rows.UNDECIDED:
+        if words[self._own + rows._ANSWER] == rows.UNDECIDED:
             self._decide(words, self.rank, why, peer)
             self._spread(words)
-        return vote_rows.Answer(False, why, peer)
+        return rows.Answer(False, why, peer)
 
-    def _answer(self) -> vote_rows.Answer | None:
+    def _answer(self) -> rows.Answer | None:
         words, row = self._words, self._own
-        answer = words[row + vote_rows._ANSWER]
-        if answer == vote_rows.UNDECIDED:
+        answer = words[row + rows._ANSWER]
+        if answer == rows.UNDECIDED:
             return None
-        return vote_rows.Answer(
-            answer == vote_rows.FUSED, words[row + vote_rows._WHY], words[row + vote_rows._PEER]
-        )
+        return rows.Answer(answer == rows.FUSED, words[row + rows._WHY], words[row + rows._PEER])
 
     def left(self) -> tuple[int, list[str] | None, list[str] | None]:
         """The rank that has left, what it came with, and what others ran there."""
         words = self._words
-        came, expected = self._said(words[vote_rows._CAME]), self._said(words[vote_rows._EXPECTED])
-        return words[vote_rows._LEAVER], came, expected
+        came, expected = self._said(words[rows._CAME]), self._said(words[rows._EXPECTED])
+        return words[rows._LEAVER], came, expected
 
     def notes_session(self, session: int) -> bool:
         """Which session the group's heap has when a rank leaves; whether it is the one that the rank found."""
         words = self._words
-        if words[vote_rows._LEAVER] == self.rank:
-            words[vote_rows._SESSION] = session
-        return words[vote_rows._SESSION] in (0, session)
+        if words[rows._LEAVER] == self.rank:
+            words[rows._SESSION] = session
+        return words[rows._SESSION] in (0, session)
 
     @contextmanager
     def _lock(self, timeout: float) -> Iterator[memoryview]:
