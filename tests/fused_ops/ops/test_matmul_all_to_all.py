@@ -8,9 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DEVICES, check, gather, poison, refuses, same_on_all, world
+from opcommon import BOUND, check, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
-from references import held_gradients
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import fused_all_to_all_matmul, fused_matmul_all_to_all, last_plan, plan
@@ -60,33 +59,6 @@ def right(rank: int, world_size: int, dtype: torch.dtype, algorithm: str) -> Non
 def test_products_around_all_to_alls(world_size: int, algorithm: str) -> None:
     for dtype in BOUND:
         run_row(right, world_size, dtype, algorithm)
-
-
-@on_ranks([2, 3], device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    for dim in (0, 1):
-        A, heads = torch.randn(2, 3, 5), torch.randn(2 * world_size, 3 * world_size, 5)
-        B, C = torch.randn(5, 4 * world_size), torch.randn(5 * world_size, 4)
-        for t in (A, B, heads, C):
-            t.requires_grad_()
-        held_gradients(fused_matmul_all_to_all, A=A, B=B, gather_dim=dim, group=world())
-        held_gradients(fused_all_to_all_matmul, A=heads, B=C, scatter_dim=dim, group=world())
-
-
-@on_ranks(2)
-def test_gradients_of_one_operand_alone(rank: int, world_size: int) -> None:
-    for call, rows, columns in ((fused_matmul_all_to_all, 3, 4), (fused_all_to_all_matmul, 4, 4)):
-        k = 5 if call is fused_matmul_all_to_all else 10
-        for which in (0, 1):
-            grads = []
-            for needs in ((True, True), (which == 0, which == 1)):
-                torch.manual_seed(rank)
-                A = torch.randn(rows, 5).requires_grad_(needs[0])
-                B = torch.randn(k, columns).requires_grad_(needs[1])
-                call(A, B, 0).square().sum().backward()
-                grads.append((A.grad, B.grad)[which])
-                assert ((A.grad, B.grad)[1 - which] is None) == (not needs[1 - which])
-            torch.testing.assert_close(*grads)
 
 
 @on_ranks(2)
