@@ -198,8 +198,9 @@ def calls_of_changing_size(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("kind", [USUAL, KINDS["LayerNorm"]], ids=["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(2, KINDS["LayerNorm"]), (3, USUAL), (3, KINDS["LayerNorm"]), (5, USUAL)]
+)
 def test_the_forms_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, kind: NormKind
 ) -> None:
