@@ -73,6 +73,12 @@ def gather(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+def assert_alike(x: torch.Tensor) -> None:
+    """On all ranks."""
+    bits = gather(x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32))
+    assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
 

@@ -119,13 +119,6 @@ def test_a_given_result_takes_no_gradient(rank: int, world_size: int) -> None:
         one_shot_all_gather(x.detach(), 0, world(), out=out.requires_grad_())
     with torch.no_grad():
         assert torch.equal(one_shot_all_gather(x, 0, world(), out=out), one_shot_all_gather(x, 0, world()))
-    # Autograd sees that it was overwritten.
-    for _ in range(3):  # on CUDA by the fast path, too
-        w, t = torch.full((world_size,), 2.0, requires_grad=True), torch.zeros(world_size)
-        y = (w * t).sum()
-        one_shot_all_gather(torch.ones(1), 0, world(), out=t)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
 
 
 @on_ranks(2, device=DEVICES)

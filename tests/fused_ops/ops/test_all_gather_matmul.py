@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import (
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    same_on_all,
-    world,
-)
+from opcommon import DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks
 from references import held
 from weft.fused_ops import fused_all_gather_matmul

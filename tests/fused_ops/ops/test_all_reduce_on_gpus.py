@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from algorithms import EVERY
-from opcommon import check, gather, spoil, world
+from opcommon import assert_alike, check, gather, spoil, world
 from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
@@ -34,6 +34,12 @@ def late(delays: random.Random) -> None:
     """Hold this rank's stream up for up to a millisecond, now and then."""
     if delays.random() < 0.03:
         torch.cuda._sleep(delays.randrange(2_000_000))
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in float32 and in their order."""
+    first, *others = (part.float() for part in gather(x))
+    return sum(others, start=first)
 
 
 class Pattern:
@@ -115,11 +121,7 @@ def test_every_kernel_gives_the_same_bits(rank: int, world_size: int) -> None:
     """Every kernel gives the bits of a sum in float32, in rank order."""
     for numel in (100, 300_000, 3 << 20, 12 << 20, (12 << 20) + 3, 40 << 20, (40 << 20) + 1):
         x = torch.randn(numel).bfloat16()
-        parts = [p.float() for p in gather(x)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", world()), total.bfloat16())
+        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", world()), in_order(x).bfloat16())
         assert fused_ops.last_plan().algorithm == "push"
 
 
@@ -138,9 +140,7 @@ def fused(rank: int, world_size: int) -> None:
         call = partial(call, weight_offset=offset, round_sum=rounded)
         normed, sums = call()
         assert fused_ops.last_plan().algorithm == "push"
-        total = gather(x)[0].float()
-        for part in gather(x)[1:]:
-            total = total + part.float()
+        total = in_order(x)
         assert torch.equal(sums, total.bfloat16() if added is None else total.bfloat16() + added)
         wide = sums.double() if rounded or added is None else total.bfloat16().double() + added.double()
         check("normed", normed, rms_norm(wide, weight.double(), 1e-6, offset), 4e-3)
@@ -219,9 +219,7 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         call = partial(fused_ops.fused_all_reduce_layer_norm, x, added, weight, bias, 1e-5, world())
         normed, sums = call()
         assert fused_ops.last_plan().algorithm == "push"
-        total = gather(x)[0].float()
-        for part in gather(x)[1:]:
-            total = total + part.float()
+        total = in_order(x)
         assert torch.equal(sums, total.to(dtype) if added is None else total.to(dtype) + added)
         check("normed", normed, wide_layer_norm(sums.double(), weight, bias, 1e-5), 4e-3)
         assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
@@ -312,8 +310,7 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
     scale = len(parts) if reduce_op == "avg" else 1
     check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)
-    bits = gather(out.view(torch.int16))
-    assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+    assert_alike(out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         again = fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world())

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    gather,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
 from ranks import on_ranks, run_row
 from references import held
 from weft.fused_ops import fused_matmul_reduce_scatter
