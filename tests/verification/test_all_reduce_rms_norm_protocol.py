@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Ranks, build, inputs, mistakes, same
+from fibers import PATIENT, TORCH, Ranks, build, drawn_seed, inputs, mistakes, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
 from weft.kernels.all_reduce_rms_norm.configs import (
@@ -134,9 +134,7 @@ def calls_of_changing_size(
     """``how``: what is compiled in besides, or ``instead``."""
     instead = how.pop("instead", None)
     cluster, chunks = shares
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
+    seed = drawn_seed()
     choice = random.Random(seed)
     # A team takes several rows, and a thread two vectors of each.
     vectors = 32 * (chunks * cluster - 1) - 5 if chunks * cluster > 2 else 40

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from combines import Routed, routed
-from fibers import PATIENT, TORCH, Ranks, build, defines_of, same
+from fibers import PATIENT, TORCH, Ranks, build, defines_of, drawn_seed, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce import cuda_kernel as all_reduce_kernel
 from weft.kernels.all_reduce.configs import AllReduceConfig
@@ -77,10 +77,7 @@ class Call:
 
 
 def begin(case: tuple[int, str, int, bool, bool]) -> tuple[int, torch.dtype, CombineShape]:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    random.seed(seed)
-    torch.manual_seed(seed)
+    drawn_seed()
     size, dtype, choices, wide, shared = case
     return size, TORCH[dtype], CombineShape(0, choices, wide, shared)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from algorithms import EVERY
-from opcommon import assert_alike, check, gather, spoil, world
+from opcommon import assert_alike, check, gather, graph_of, spoil, world
 from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
@@ -145,9 +145,7 @@ def fused(rank: int, world_size: int) -> None:
         wide = sums.double() if rounded or added is None else total.bfloat16().double() + added.double()
         check("normed", normed, rms_norm(wide, weight.double(), 1e-6, offset), 4e-3)
         if step % 20 == 0:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
 
             # A graph reads its inputs where they were captured: they are kept with it.
             def same(again=again, first=(normed, sums), inputs=call) -> None:
@@ -195,9 +193,7 @@ def test_all_reduce_rms_norm_quant(rank: int, world_size: int) -> None:
         steps = by_steps(normed, scale, out_dtype, scale_op, smallest)
         assert same_bits(numbers, steps[0]) and same_bits(scales, steps[1]), (dtype, quant)
         if step % 20 == 0:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
             graph.replay()
             assert all(map(same_bits, again, (numbers, scales, sums)))
 
@@ -225,9 +221,7 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
         if step % 20 == 0:
             fused_ops.fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
             for _ in range(3):
                 graph.replay()
                 assert all(map(torch.equal, again, (normed, sums)))
@@ -260,10 +254,7 @@ def test_launched_while_the_kernel_before_still_runs(rank: int, world_size: int)
         for _ in range(20):
             late(delays)
             assert (chain(x, steps, rank, world_size) == want).all()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = chain(x, steps, rank, world_size)
+        graph, out = graph_of(partial(chain, x, steps, rank, world_size), "thread_local")
         for _ in range(20):
             late(delays)
             out.fill_(float("nan"))
@@ -311,9 +302,9 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     scale = len(parts) if reduce_op == "avg" else 1
     check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)
     assert_alike(out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        again = fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world())
+    graph, again = graph_of(
+        partial(fused_ops.fused_matmul_all_reduce, A, B, reduce_op, world()), "thread_local"
+    )
     for _ in range(3):
         again.fill_(float("nan"))
         graph.replay()
