@@ -117,7 +117,7 @@ def test_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any)
             assert same(out[:-1], call.total) and bool((out[-1] == 7).all())
 
 
-@pytest.mark.parametrize(("case", "residual"), zip(CASES, (True, True, False, False), strict=True))
+@pytest.mark.parametrize(("case", "residual"), [*zip(CASES, (True, True, False, False), strict=True)])
 def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, residual: bool) -> None:
     size, dtype, of = begin(case)
     cluster, vectors = 2, 70
