@@ -26,6 +26,7 @@ _ROUNDS = "tests/verification/test_collective_protocols.py"
 _NORMS = "tests/fused_ops/ops/test_all_reduce_rms_norm.py"
 _FIBER_NORMS = "tests/verification/test_all_reduce_rms_norm_protocol.py"
 _SCATTER = "tests/fused_ops/ops/test_matmul_reduce_scatter.py"
+_GRADIENTS = "tests/fused_ops/library/test_gradients.py -k held_gradients"
 _SUMS = "tests/fused_ops/ops/test_grouped_matmul_sums.py"
 _WIDE = 'torch.float32 if choice.algorithm == "host" else call.A.dtype'
 
@@ -175,16 +176,16 @@ _MISTAKES: dict[tuple[str, str], list[tuple[str, str]]] = {
         "fused_ops/ops/all_reduce_rms_norm.py",
         f"tests/fused_ops/ops/test_all_reduce_layer_norm.py {_NORMS} -k 'gradients or eps'",
     ): [("- unit * (through * unit).mean(-1, keepdim=True)\n", "\n")],
-    ("fused_ops/ops/reduce_scatter.py", "tests/fused_ops/ops/test_reduce_scatter.py -k gradient"): [
+    ("fused_ops/ops/reduce_scatter.py", _GRADIENTS): [
         ("        grad = grad / resolve_group(group_name).size()", "        pass")
     ],
-    ("fused_ops/ops/matmul_reduce_scatter.py", "tests/fused_ops/ops/test_reduce_scatter_terms.py"): [
+    ("fused_ops/ops/matmul_reduce_scatter.py", _GRADIENTS): [
         (
             "grad_residual = grad.to(ctx.dtype) if needs_residual else None",
             "grad_residual = 2 * grad.to(ctx.dtype) if needs_residual else None",
         )
     ],
-    ("fused_ops/ops/all_gather_matmul.py", "tests/fused_ops/ops/test_all_gather_matmul.py -k gradient"): [
+    ("fused_ops/ops/all_gather_matmul.py", _GRADIENTS): [
         ("grad_shard = rest if grad_shard is None else grad_shard + rest", "grad_shard = rest")
     ],
     # passes

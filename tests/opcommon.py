@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,6 +73,12 @@ def gather(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+def assert_alike(x: torch.Tensor) -> None:
+    """On all ranks."""
+    bits = gather(x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32))
+    assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
 
@@ -135,6 +141,16 @@ def meet() -> None:
     if torch.get_default_device().type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
+
+
+def graph_of(
+    body: Callable[[], Any], mode: Literal["global", "thread_local"] = "global"
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``body``, which was called before, and what it returns: there replays leave theirs."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        result = body()
+    return graph, result
 
 
 def spoil(workspace: Workspace[Layout], buffer: int) -> None:

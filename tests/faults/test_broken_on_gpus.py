@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from faults.cases import other_group
 from faults.ops import numbers
+from opcommon import graph_of
 from ranks import run_ranks
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
@@ -73,9 +74,7 @@ def product_then_all_reduce(
     run: Callable[[], torch.Tensor] = call
     if captured:
         symm_mem.set_timeout(DEADLINE if rank == 0 else VOTE_DEADLINE)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
+        graph, out = graph_of(call)
 
         def run() -> torch.Tensor:
             out.fill_(float("nan"))

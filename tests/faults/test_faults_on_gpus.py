@@ -18,6 +18,7 @@ import torch.distributed as dist
 from faults.cases import STRIKES_AT, Seen, expect_whole, kills, other_group, story, strikes
 from faults.inject import Fault
 from faults.ops import OPS
+from opcommon import graph_of
 from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch.plan import forced
@@ -80,9 +81,7 @@ def graph_survives(rank: int, world_size: int) -> str | None:
     symm_mem.set_timeout(DEADLINE)  # a graph keeps the deadline that it was captured with
     torch.cuda.synchronize()
     dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer()
+    graph, out = graph_of(layer)
     symm_mem.set_timeout(60)
 
     def right() -> None:

@@ -19,18 +19,8 @@ from weft import fused_ops
 from weft.fused_ops.dispatch import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
+import collective_calls as collectives
 import values as v
-from collective_calls import (
-    RANKS,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_all_matmul,
-    gather,
-    matmul_all_gather,
-    matmul_all_to_all,
-    reduce_scatter,
-)
 
 ENV = {"WEFT_TIMEOUT": "20"}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,7 +30,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def all_gather_matmul(draw: st.DrawFn) -> list[Any]:
     lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
     dim, k, dtype = draw(st.integers(0, len(lead))), draw(v.sizes), draw(v.dtypes)
-    rows = RANKS * k if dim == len(lead) else k
+    rows = collectives.RANKS * k if dim == len(lead) else k
     Bs = [
         v.Tensor((rows, draw(v.sizes)), dtype, draw(v.layouts), draw(v.seeds))
         for _ in range(draw(st.integers(1, 3)))
@@ -55,13 +45,13 @@ def matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
     lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
     dim, k, n, dtype = draw(st.integers(0, len(lead))), draw(v.sizes), draw(v.sizes), draw(v.dtypes)
     if dim == len(lead):
-        n *= RANKS
+        n *= collectives.RANKS
     else:
-        lead[dim] *= RANKS
+        lead[dim] *= collectives.RANKS
     A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
     B = v.Tensor((k, n), dtype, draw(v.layouts), draw(v.seeds))
     out = [*lead, n]
-    out[dim] //= RANKS
+    out[dim] //= collectives.RANKS
     out_dtype = draw(st.sampled_from((None, getattr(torch, dtype), torch.float32)))
     terms = [
         v.Tensor(shape, dtype, draw(v.layouts), draw(v.seeds)) if draw(st.booleans()) else None
@@ -92,7 +82,7 @@ def all_gather_scaled_matmul(draw: st.DrawFn) -> list[Any]:
     dim, k = draw(st.integers(0, len(lead))), draw(_sixteens)
     columns = draw(st.lists(_sixteens, min_size=1, max_size=2))
     A = v.Tensor((*lead, k), FP8, draw(_layouts_of_fp8), draw(v.seeds))
-    rows = RANKS * k if dim == len(lead) else k
+    rows = collectives.RANKS * k if dim == len(lead) else k
     Bs = [v.Tensor((rows, n), FP8, "transposed", draw(v.seeds)) for n in columns]
     of_a, of_bs = _scales(draw, A.shape, columns)
     outs = [draw(_outs_of_fp8) for _ in columns]
@@ -105,7 +95,7 @@ def scaled_matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
     lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
     dim, k, n = draw(st.integers(0, len(lead))), draw(_sixteens), draw(_sixteens)
     if dim < len(lead):
-        lead[dim] *= RANKS
+        lead[dim] *= collectives.RANKS
     A = v.Tensor((*lead, k), FP8, draw(_layouts_of_fp8), draw(v.seeds))
     B = v.Tensor((k, n), FP8, "transposed", draw(v.seeds))
     of_a, (of_b,) = _scales(draw, A.shape, [n])
@@ -160,15 +150,15 @@ CALLS = {
     "fused_matmul_reduce_scatter": matmul_reduce_scatter(),
     "fused_all_gather_scaled_matmul": all_gather_scaled_matmul(),
     "fused_scaled_matmul_reduce_scatter": scaled_matmul_reduce_scatter(),
-    "one_shot_all_reduce": all_reduce(),
-    "one_shot_all_reduce_": all_reduce(),
-    "one_shot_all_gather": all_gather(),
-    "one_shot_reduce_scatter": reduce_scatter(),
-    "one_shot_all_to_all": all_to_all(),
-    "one_shot_gather": gather(),
-    "fused_matmul_all_gather": matmul_all_gather(),
-    "fused_matmul_all_to_all": matmul_all_to_all(),
-    "fused_all_to_all_matmul": all_to_all_matmul(),
+    "one_shot_all_reduce": collectives.all_reduce(),
+    "one_shot_all_reduce_": collectives.all_reduce(),
+    "one_shot_all_gather": collectives.all_gather(),
+    "one_shot_reduce_scatter": collectives.reduce_scatter(),
+    "one_shot_all_to_all": collectives.all_to_all(),
+    "one_shot_gather": collectives.gather(),
+    "fused_matmul_all_gather": collectives.matmul_all_gather(),
+    "fused_matmul_all_to_all": collectives.matmul_all_to_all(),
+    "fused_all_to_all_matmul": collectives.all_to_all_matmul(),
     "fused_all_reduce_rms_norm": all_reduce_rms_norm(),
     "fused_all_reduce_rms_norm_quant": all_reduce_rms_norm_quant(),
     "fused_all_reduce_layer_norm": all_reduce_layer_norm(),
@@ -234,4 +224,4 @@ def compare(op: str, results: list[torch.Tensor], every: list[dict[str, Any]], r
 @given(calls())
 def test_any_arguments(call: tuple[str, list[Any]]) -> None:
     op, args = call
-    v.check_alike(run_ranks(attempt, RANKS, op, args, env=ENV), named(op, args))
+    v.check_alike(run_ranks(attempt, collectives.RANKS, op, args, env=ENV), named(op, args))

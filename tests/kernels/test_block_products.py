@@ -13,23 +13,15 @@ from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import scaled as launches
 from weft.kernels.all_gather_matmul.configs import GatherScales
 from weft.kernels.all_gather_matmul.scaled import AllGatherScaledMatmulOneShot
+from weft.kernels.device.gemm import scaling
 from weft.kernels.device.gemm.one_shot import OneShotConfig
-from weft.kernels.device.gemm.scaling import (
-    ScaledProducts,
-    ScaleKind,
-    Scales,
-    block_product,
-    exact_product,
-    has_block_product,
-    offers_block_products,
-)
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 BF16, SIZE = torch.bfloat16, 3
 
 
-def blocks(*, travels: bool, torchs: bool = True) -> ScaledProducts:
-    return ScaledProducts((E4M3, E4M3), ScaleKind.BLOCKS, BF16, True, travels, torchs)
+def blocks(*, travels: bool, torchs: bool = True) -> scaling.ScaledProducts:
+    return scaling.ScaledProducts((E4M3, E4M3), scaling.ScaleKind.BLOCKS, BF16, True, travels, torchs)
 
 
 @pytest.mark.parametrize("k", [512, 1152, 272])
@@ -43,7 +35,7 @@ def test_scales_lie_as_torch_wants_them(k: int, whole: bool, monkeypatch: pytest
         *_, fast = more
         given.update(by_x=by_x[0], by_y=by_y[0], recipes=(rx, ry), fast=fast)
         count = -(-k // 128)
-        wide = exact_product(x, y, Scales(ScaleKind.BLOCKS, by_x[0], by_y[0][:count]))
+        wide = scaling.exact_product(x, y, scaling.Scales(scaling.ScaleKind.BLOCKS, by_x[0], by_y[0][:count]))
         return out.copy_(wide + more[1])
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm_v2", SimpleNamespace(out=out))
@@ -51,7 +43,9 @@ def test_scales_lie_as_torch_wants_them(k: int, whole: bool, monkeypatch: pytest
     if whole:  # as torch wants it already, where K has four blocks
         scale = scale.t().contiguous().t()
     result = torch.full((8, 400), float("nan"), dtype=BF16)
-    done = block_product(a.numbers, b.numbers, Scales(ScaleKind.BLOCKS, a.scale, scale), bias, result)
+    done = scaling.block_product(
+        a.numbers, b.numbers, scaling.Scales(scaling.ScaleKind.BLOCKS, a.scale, scale), bias, result
+    )
     count = -(-k // 128)
     padded = -(-count // 4) * 4
     assert given["by_x"].shape == (8, count) and given["by_x"].stride() == (1, 8)
@@ -65,12 +59,12 @@ def test_scales_lie_as_torch_wants_them(k: int, whole: bool, monkeypatch: pytest
 def test_where_there_is_none() -> None:
     """On CPU, of rows whose scales are no whole 16 bytes, and of e5m2."""
     gpu = torch.device("cuda", 0)
-    assert not has_block_product(8, (E4M3, E4M3), torch.device("cpu"))
-    assert not has_block_product(6, (E4M3, E4M3), gpu)
+    assert not scaling.has_block_product(8, (E4M3, E4M3), torch.device("cpu"))
+    assert not scaling.has_block_product(6, (E4M3, E4M3), gpu)
     for types in ((E5M2, E4M3), (E4M3, E5M2)):
-        assert not has_block_product(8, types, gpu)
+        assert not scaling.has_block_product(8, types, gpu)
     if torch.version.cuda is None:
-        assert not offers_block_products(gpu)
+        assert not scaling.offers_block_products(gpu)
 
 
 @pytest.mark.parametrize("m", [4, 12])
@@ -80,8 +74,8 @@ def test_a_gather_in_one_shot(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, bs = [left("blocks", m, k) for _ in range(SIZE)], [right("blocks", k, n) for n in (144, 48)]
     bias = torch.randn(48).to(BF16)
 
-    def product(a: Any, b: Any, scales: Scales, bias: Any, out: torch.Tensor) -> torch.Tensor:
-        wide = exact_product(a, b, scales)
+    def product(a: Any, b: Any, scales: scaling.Scales, bias: Any, out: torch.Tensor) -> torch.Tensor:
+        wide = scaling.exact_product(a, b, scales)
         return out.copy_(wide if bias is None else wide + bias)
 
     monkeypatch.setattr(launches, "block_product", product)

@@ -11,12 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import pytest
-from weft.kernels.all_reduce.configs import (
-    MAX_BYTES,
-    AllReduceConfig,
-    choose_all_reduce,
-    estimate_all_reduce_us,
-)
+from weft.kernels.all_reduce import configs
 from weft.kernels.all_reduce_rms_norm import configs as norms
 from weft.kernels.all_reduce_rms_norm.configs import estimate_all_reduce_rms_norm_us
 from weft.kernels.device.comm.exchange_time import estimate_all_gather_us, estimate_reduce_scatter_us
@@ -51,7 +46,7 @@ class Row(NamedTuple):
         """Of what is predicted to what was measured."""
         nbytes = self.rows * self.columns * 2
         predicted = {
-            "all_reduce": lambda: estimate_all_reduce_us(nbytes, self.world),
+            "all_reduce": lambda: configs.estimate_all_reduce_us(nbytes, self.world),
             "all_gather": lambda: estimate_all_gather_us(nbytes // self.world, self.world),
             "reduce_scatter": lambda: estimate_reduce_scatter_us(nbytes // self.world, self.world),
             "all_reduce_rms_norm": lambda: estimate_all_reduce_rms_norm_us(
@@ -125,7 +120,7 @@ def test_more_takes_longer(world: int) -> None:
     for us in (
         [estimate_all_gather_us(size, world) for size in sizes],
         [estimate_reduce_scatter_us(size, world) for size in sizes],
-        [estimate_all_reduce_us(size, world) for size in sizes],
+        [configs.estimate_all_reduce_us(size, world) for size in sizes],
         [estimate_all_reduce_rms_norm_us(size, 512, world) for size in sizes[:-10]],
     ):
         assert us[0] > 3
@@ -135,13 +130,13 @@ def test_more_takes_longer(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_form_counts(world: int) -> None:
     """One trip of little is faster, two trips of parts of much are not slower."""
-    forms = [AllReduceConfig(form) for form in ("one_shot", "two_shot")]
-    little = [estimate_all_reduce_us(1024, world, form) for form in forms]
+    forms = [configs.AllReduceConfig(form) for form in ("one_shot", "two_shot")]
+    little = [configs.estimate_all_reduce_us(1024, world, form) for form in forms]
     assert little[0] < little[1]
-    much = [estimate_all_reduce_us(MAX_BYTES, world, form) for form in forms]
+    much = [configs.estimate_all_reduce_us(configs.MAX_BYTES, world, form) for form in forms]
     assert much[0] > 1.4 * much[1] if world > 2 else 0 < much[1] - much[0] < 2
-    assert estimate_all_reduce_us(MAX_BYTES, world) == estimate_all_reduce_us(
-        MAX_BYTES, world, choose_all_reduce(MAX_BYTES, world)
+    assert configs.estimate_all_reduce_us(configs.MAX_BYTES, world) == configs.estimate_all_reduce_us(
+        configs.MAX_BYTES, world, configs.choose_all_reduce(configs.MAX_BYTES, world)
     )
 
 

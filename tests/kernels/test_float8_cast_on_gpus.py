@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opcommon import graph_of
 from quantised import E4M3, E5M2, check_casts, matrices
 from weft.kernels.float8_cast.cuda_kernel import Float8Cast
 from weft.kernels.float8_cast.reference import Float8, reference_cast, reference_maxima
@@ -40,9 +41,7 @@ def test_a_graph_casts_what_is_new() -> None:
         return now.numbers(now.maxima())
 
     cast()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = cast()
+    graph, made = graph_of(cast)
     for factor in (1.0, 0.01, 100.0):
         x.normal_().mul_(factor), w.normal_().mul_(factor)
         graph.replay()

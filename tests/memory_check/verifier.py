@@ -13,14 +13,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from weft.fused_ops.passes.graph.collectives import is_copied
-from weft.fused_ops.passes.memory.alias_sets import (
-    HEAP,
-    AliasSet,
-    AliasSets,
-    bytes_of,
-    held_until,
-    tensors_of,
-)
+from weft.fused_ops.passes.memory import alias_sets
 from weft.fused_ops.passes.memory.live_bytes import LiveBytes, body
 
 
@@ -46,12 +39,12 @@ class MemoryVerifier(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._sets = AliasSets(module.graph)
+        self._sets = alias_sets.AliasSets(module.graph)
         self._lives = LiveBytes(self._sets.sets, body(module.graph))
         self._dying = _dying(self._lives)
         self._in_heap = HeapRanges()
-        self._there: dict[AliasSet, StorageWeakRef] = {}
-        self._sizes: dict[AliasSet, int] = {}
+        self._there: dict[alias_sets.AliasSet, StorageWeakRef] = {}
+        self._sizes: dict[alias_sets.AliasSet, int] = {}
 
     def verify(self, inputs: Sequence[Any]) -> Verified:
         """Runs it. A graph that writes to its inputs writes to these."""
@@ -78,9 +71,9 @@ class MemoryVerifier(fx.Interpreter):
                     )
         return found
 
-    def _leaving(self, node: fx.Node) -> list[AliasSet]:
+    def _leaving(self, node: fx.Node) -> list[alias_sets.AliasSet]:
         """What lies on the heap, and nothing reads after this node."""
-        return [s for s in self._sets.touched(node) if s.pool == HEAP and s.nodes[-1] is node]
+        return [s for s in self._sets.touched(node) if s.pool == alias_sets.HEAP and s.nodes[-1] is node]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node those whose value nothing uses after it."""
@@ -88,7 +81,7 @@ class MemoryVerifier(fx.Interpreter):
         for node in self.module.graph.nodes:  # type: ignore[union-attr]
             if node.op not in ("placeholder", "get_attr"):
                 last[node] = node
-            for operand in (*node.all_input_nodes, *held_until(node)):
+            for operand in (*node.all_input_nodes, *alias_sets.held_until(node)):
                 if operand in last:
                     last[operand] = node
         found: dict[fx.Node, list[fx.Node]] = {}
@@ -96,21 +89,21 @@ class MemoryVerifier(fx.Interpreter):
             found.setdefault(user, []).append(node)
         return found
 
-    def _alive(self) -> dict[AliasSet, int]:
+    def _alive(self) -> dict[alias_sets.AliasSet, int]:
         counted = {s for s in self._sets.sets if s.counted}
         return {n: self._sizes[n] for n, ref in self._there.items() if n in counted and not ref.expired()}
 
     def _compare(self, node: fx.Node, found: Verified) -> None:
         """What a node made with what was predicted of it."""
         made = [t for t in tree_leaves(self.env[node]) if isinstance(t, torch.Tensor)]
-        said = tensors_of(node)
+        said = alias_sets.tensors_of(node)
         if len(made) != len(said):
             found.problems.append(f"{node.name} made {len(made)} tensors instead of {len(said)}")
             return
         if is_copied(node):
             self._in_heap.start(node.name)
         for real, own in zip(made, self._sets.made[node], strict=True):
-            if own.pool == HEAP:
+            if own.pool == alias_sets.HEAP:
                 if own.nodes[0] is node:
                     there = self._in_heap.come(node.name, real, node.all_input_nodes[0].name)
                     if there is not None:
@@ -121,12 +114,12 @@ class MemoryVerifier(fx.Interpreter):
             if (
                 known is not None
                 and known.cdata != storage._cdata
-                and not (known.expired() or not bytes_of(real))
+                and not (known.expired() or not alias_sets.bytes_of(real))
             ):
                 found.problems.append(f"{node.name} is no alias of {own.nodes[0].name}, as predicted")
             if known is None:
                 for other, ref in self._there.items():
-                    if ref.cdata == storage._cdata and not ref.expired() and bytes_of(real):
+                    if ref.cdata == storage._cdata and not ref.expired() and alias_sets.bytes_of(real):
                         maker = other.nodes[0].name
                         found.problems.append(f"{node.name} is an alias of {maker}, which was not predicted")
                 self._there[own] = StorageWeakRef(storage)
@@ -137,9 +130,9 @@ class MemoryVerifier(fx.Interpreter):
                 )
 
 
-def _dying(lives: LiveBytes) -> dict[fx.Node, list[AliasSet]]:
+def _dying(lives: LiveBytes) -> dict[fx.Node, list[alias_sets.AliasSet]]:
     """For each node the sets that nothing needs after it."""
-    found: dict[fx.Node, list[AliasSet]] = {}
+    found: dict[fx.Node, list[alias_sets.AliasSet]] = {}
     for each in lives.sets:
         if not each.escapes and (interval := lives.interval(each)) is not None:
             found.setdefault(lives.order[interval[1]], []).append(each)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from opcommon import graph_of
 from ranks import on_ranks
 from weft import symm_mem
 
@@ -115,9 +118,7 @@ def test_compiled_transfers_on_gpus(rank: int, world_size: int) -> None:
 
     for turn in range(3):
         check(turn, *made(a.fill_(10.0 * turn + rank)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = made(a)
+    graph, results = graph_of(partial(made, a))
     for turn in range(3, 8):
         a.fill_(10.0 * turn + rank)
         if turn % 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import random
 import re
 import shutil
 import subprocess
@@ -51,6 +52,15 @@ FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fvisibility=hidden")
 Params = type | Mapping[str, type]  # of all kernels of a source, or of each
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def drawn_seed() -> int:
+    """Printed, of torch's numbers and of Python's, too."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return seed
 
 
 def mistakes(each: Iterable[Any], every: int) -> list[Any]:

@@ -18,14 +18,8 @@ from fibers import PATIENT, TORCH, Library, Ranks, build, defines_of, inputs, mi
 from test_all_reduce_protocol import reference
 from weft.kernels.all_gather.cuda_kernel import all_gather_program
 from weft.kernels.all_to_all.cuda_kernel import all_to_all_program
+from weft.kernels.device.collective import rounds
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
-from weft.kernels.device.collective.rounds import (
-    RoundsConfig,
-    choose_rounds,
-    epoch_of,
-    rounds_launch,
-    rounds_layout,
-)
 from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once, workers
 from weft.kernels.device.jit.program import Program
 from weft.kernels.reduce_scatter.cuda_kernel import reduce_scatter_program
@@ -112,7 +106,7 @@ def launch(
     rank: int,
     tensors: tuple[torch.Tensor, torch.Tensor],
     problem: SlicesProblem,
-    config: RoundsConfig,
+    config: rounds.RoundsConfig,
     polls: int = PATIENT,
 ) -> None:
     """From x to out."""
@@ -146,11 +140,11 @@ def wrong(of: Collective, library: Library, seed: int, count: int, polls: int = 
     for call in range(count):
         dtype, part, dims = of.drawn(choice, call)
         shift = choice.randrange(2)
-        config = RoundsConfig(
+        config = rounds.RoundsConfig(
             choice.choice([32, 64, 200]), choice.choice([1, 3]), choice.choice([32, 64]), of.exact
         )
         if call < 4:
-            shift, config = 0, RoundsConfig(32, 1, 32, of.exact)
+            shift, config = 0, rounds.RoundsConfig(32, 1, 32, of.exact)
         shape = [n * of.size if dim == dims[0] else n for dim, n in enumerate(part)]
         xs, outs = of.numbers(shape, dtype), []
         wants = [of.wanted(xs, dims, rank) for rank in range(of.size)]
@@ -268,7 +262,7 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
         torch.manual_seed(seed)
         choice, ranks, calls, epochs = random.Random(seed), Ranks(library, ExchangeLayout(2, 128)), [], 0
         for _ in range(5):
-            config = RoundsConfig(
+            config = rounds.RoundsConfig(
                 choice.choice([32, 64, 90]), choice.choice([1, 2]), choice.choice([32, 64]), True
             )
             n = 16 * choice.choice([config.epoch, choice.randrange(1, 4 * config.epoch)])
@@ -277,7 +271,7 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
             for rank in range(2):
                 launch(ranks, rank, (xs[rank], outs[rank]), GATHER.problem(n), config, 2000)
             calls.append((xs, outs))
-            epochs += rounds_launch(n // VECTOR, ranks.layout, config).epochs
+            epochs += rounds.rounds_launch(n // VECTOR, ranks.layout, config).epochs
         ended = ranks.ends(seed)
         right = ended and all(torch.equal(out, torch.cat(xs)) for xs, outs in calls for out in outs)
         right &= ranks.epochs_of_the_first_block() == [epochs] * 2
@@ -294,7 +288,7 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(tmp_path: Path,
     part = 4 * 64  # elements, in an epoch
     x = torch.cat([torch.full((part,), float(epoch)) for epoch in (10, 20, 30)])
     given, out = (x if of.exact else x.repeat(2)), x.new_empty(6 * part)
-    launch(ranks, 0, (given, out), of.problem(x.nbytes), RoundsConfig(64, 1, 32, of.exact), 50)
+    launch(ranks, 0, (given, out), of.problem(x.nbytes), rounds.RoundsConfig(64, 1, 32, of.exact), 50)
     ranks.check_that_two_epochs_are_sent()
 
 
@@ -305,7 +299,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, op: str, n: int) -> 
     ranks = Ranks(of.compiled(tmp_path), ExchangeLayout(3, 128))
     kept = [(torch.randn(3 * n), torch.empty(3 * n)) for _ in range(3)]
     for rank, tensors in enumerate(kept):
-        launch(ranks, rank, tensors, of.problem(4 * n), RoundsConfig(64, 2, 32, of.exact), 2000)
+        launch(ranks, rank, tensors, of.problem(4 * n), rounds.RoundsConfig(64, 2, 32, of.exact), 2000)
     ranks.check_that_rank_1_is_missed(CollectiveParams)
 
 
@@ -313,7 +307,7 @@ def test_a_correction_that_does_not_come_is_named(tmp_path: Path) -> None:
     layout = ExchangeLayout(2, 64)
     ranks = Ranks(GATHER.compiled(tmp_path), layout)
     x, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
-    launch(ranks, 0, (x, out), GATHER.problem(16), RoundsConfig(32, 1, 32, True), 50)
+    launch(ranks, 0, (x, out), GATHER.problem(16), rounds.RoundsConfig(32, 1, 32, True), 50)
     slots = ranks.memory.view(torch.int32)[:, ExchangeLayout.FIRST : layout.emptied]
     slots[0] = 0
     slots[0].view(BLOCKS, 2, 2, 64, 4)[0, 1, 1, 0] = 1  # its first epoch, from rank 1: doubtful words
@@ -327,27 +321,27 @@ def test_a_correction_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_the_layout_takes_what_it_was_made_for(exact: bool, num_sms: int) -> None:
     for nbytes in (1, 16, 4096, 1 << 20, 7 << 20, 1 << 27):
         for world_size in (2, 4, 8, 12):
-            config = choose_rounds(world_size, num_sms, exact=exact)
+            config = rounds.choose_rounds(world_size, num_sms, exact=exact)
             assert config.blocks == min(num_sms, BLOCKS)
             count = -(-nbytes // VECTOR)
-            layout = rounds_layout(count, world_size, config)
-            launch = rounds_launch(count, layout, config)
+            layout = rounds.rounds_layout(count, world_size, config)
+            launch = rounds.rounds_launch(count, layout, config)
             assert launch.blocks <= num_sms and (launch.blocks - 1) * 32 < count
             assert launch.room + (launch.room // 4 if config.exact else 0) <= layout.slots
             chunk = at_once(world_size) * config.blocks * workers(world_size)
             assert (launch.kernel == "rounds") == (count > 2 * chunk)
             if config.blocks == BLOCKS:
-                assert launch.epochs <= -(-count // epoch_of(world_size)), (
+                assert launch.epochs <= -(-count // rounds.epoch_of(world_size)), (
                     "an epoch takes what it is made for"
                 )
             assert launch.kernel == "rounds" or launch.epochs == 1
             # A workspace that others have made larger is used alike.
             larger = ExchangeLayout(world_size, 4 * layout.slots, BLOCKS)
-            assert rounds_launch(count, larger, config) == launch
+            assert rounds.rounds_launch(count, larger, config) == launch
 
 
 def test_too_few_slots_are_refused() -> None:
     """A layout that no call asks for."""
-    config = RoundsConfig(32, 1, 32, exact=True)
+    config = rounds.RoundsConfig(32, 1, 32, exact=True)
     with pytest.raises(ValueError, match="room: is 32 slots, must be 64 or more to go by rounds"):
-        rounds_launch(100, ExchangeLayout(2, 64, 1), config)
+        rounds.rounds_launch(100, ExchangeLayout(2, 64, 1), config)

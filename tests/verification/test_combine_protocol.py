@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from combines import Routed, routed
-from fibers import PATIENT, TORCH, Ranks, build, defines_of, same
+from fibers import PATIENT, TORCH, Ranks, build, defines_of, drawn_seed, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce import cuda_kernel as all_reduce_kernel
 from weft.kernels.all_reduce.configs import AllReduceConfig
@@ -77,10 +77,7 @@ class Call:
 
 
 def begin(case: tuple[int, str, int, bool, bool]) -> tuple[int, torch.dtype, CombineShape]:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    random.seed(seed)
-    torch.manual_seed(seed)
+    drawn_seed()
     size, dtype, choices, wide, shared = case
     return size, TORCH[dtype], CombineShape(0, choices, wide, shared)
 
@@ -120,8 +117,7 @@ def test_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any)
             assert same(out[:-1], call.total) and bool((out[-1] == 7).all())
 
 
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "residual"), [*zip(CASES, (True, True, False, False), strict=True)])
 def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any, residual: bool) -> None:
     size, dtype, of = begin(case)
     cluster, vectors = 2, 70

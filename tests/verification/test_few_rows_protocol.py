@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build, defines_of, mistakes
+from fibers import PATIENT, Library, Ranks, build, defines_of, drawn_seed, mistakes
 from test_all_reduce_protocol import KERNELS as ALL_REDUCES
 from test_all_reduce_protocol import launch, reference
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
@@ -94,9 +94,7 @@ class Calls:
 def test_matmuls_and_all_reduces_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, groups: int, b_rows: bool, reduce_op: str
 ) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
+    seed = drawn_seed()
     choice = random.Random(seed)
     ranks = Ranks(compiled(tmp_path, size, groups, b_rows, reduce_op), ExchangeLayout(size, 128))
     calls = Calls(monkeypatch, ranks, reduce_op)

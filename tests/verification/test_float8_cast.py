@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fibers import TORCH, Ranks, build
+from fibers import TORCH, Ranks, build, drawn_seed
 from quantised import E4M3, E5M2, check_casts, matrices
 from torch import Tensor
 from weft.kernels.float8_cast.cuda_kernel import SOURCE, CastParams, Float8Cast, cast_program
@@ -40,8 +39,7 @@ def built(
 
 
 def check_bits(ranks: Ranks, given: list[Tensor], to: torch.dtype) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     launches = ranks.places[0].launches
     across = [t.numel() // t.shape[-1] % 16 == 0 for t in given]
     cast = Float8Cast(given, to, across)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fibers import PATIENT
+from fibers import PATIENT, drawn_seed
 from matmul_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
 from weft.symm_mem.failure.fault import Fault
 
@@ -25,15 +25,13 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("op", [*GATHERS.values(), *SCATTERS.values()], ids=[*GATHERS, *SCATTERS])
 def test_epochs_of_both_buffers(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=4))
 
 
 @pytest.mark.parametrize("op", OF_EIGHT.values(), ids=OF_EIGHT)
 def test_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     paces = [(1, 2000), (3, 2000), (3, 20_000)]  # not as late as PACES have it
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=2, paces=paces))
 
@@ -59,8 +57,7 @@ def test_most_blocks_find_no_room_beside_other_kernels(
     op: Op, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are there wait for nothing that those would do which are not."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     crowded = replace(op, blocks=8)
     assert not wrong(crowded, uses(crowded, monkeypatch, op.compiled().result(), seed, count=3, room=room))
 

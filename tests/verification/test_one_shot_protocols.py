@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fibers import PATIENT, Library, Ranks, build, defines_of, inputs, mistakes, same
+from fibers import PATIENT, Library, Ranks, build, defines_of, drawn_seed, inputs, mistakes, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import VECTOR, ExchangeLayout
@@ -176,8 +176,7 @@ def random_calls(calls: Calls, seed: int, count: int) -> Calls:
 def test_calls_of_both_ops_of_changing_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, epilogue: Epilogue
 ) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     library = compiled(tmp_path, size, epilogue)
     calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue)
     random_calls(calls, seed, 80 // size)
@@ -188,8 +187,7 @@ def test_calls_of_both_ops_of_changing_size(
 @pytest.mark.parametrize(("size", "average"), [(2, True), (3, False)])
 def test_parts_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, average: bool) -> None:
     """Of fp8 products with such results: sent and stored as they are."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     epilogue = Epilogue(torch.float32, average=average)
     library = compiled(tmp_path, size, epilogue, dtype=torch.float32)
     calls = Calls(monkeypatch, library, ExchangeLayout(size, 512), epilogue, torch.float32)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fibers import PATIENT, TORCH, Ranks, build, same
+from fibers import PATIENT, TORCH, Ranks, build, drawn_seed, same
 from quantised import E4M3, E5M2, by_steps, same_bits
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
 from weft.kernels.all_reduce_rms_norm.configs import FORMS, AllReduceRmsNormConfig, shape
@@ -137,10 +137,7 @@ def check_bits(
     instead: tuple[str, str] | None = None,
 ) -> None:
     """Calls of the kernel, and of the one that stores the norm, with the same numbers."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
-    random.seed(seed)
+    seed = drawn_seed()
     world, kind = case.world, case.kind
     plain = Launches(folder / "plain", case, kind)
     fused = Launches(folder / "fused", case, kind._replace(quant=quant), instead)

@@ -5,14 +5,13 @@ Numbers are small and whole, scales are powers of two: sums are exact.
 
 from __future__ import annotations
 
-import random
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fibers import Library, mistakes
+from fibers import Library, drawn_seed, mistakes
 from matmul_ops import push, result, uses, wrong
 from matmuls import BROAD, SMALL, WIDE, Matmuls, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
@@ -289,8 +288,7 @@ OPS = {
 def test_epochs_of_both_buffers_scaled(
     op: ScaledGather | ScaledScatter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=4))
 
 

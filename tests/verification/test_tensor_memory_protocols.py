@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
-from fibers import Library, mistakes
+from fibers import Library, drawn_seed, mistakes
 from matmul_ops import ROUNDED, Gather, Op, Scatter, push, uses, wrong
 from matmuls import build
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
@@ -96,8 +95,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_epochs_of_both_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = drawn_seed()
     op = OPS[name]
     paces = [(store, rank) for store in (1, 3, 10) for rank in (2000, 200_000)]
     assert not wrong(op, uses(op, monkeypatch, library_of(op).result(), seed, count=3, paces=paces))

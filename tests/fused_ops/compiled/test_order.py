@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from programs import Calls, Program, compiled, drawn, with_work, written
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import config_comms
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops.library.communicating import why_unordered
 
 SHAPES = ((4, 16), (16, 16))
@@ -20,12 +18,10 @@ MANY = pytest.param(range(2, 40), marks=[pytest.mark.slow, pytest.mark.timeout(1
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    """A group of two, of which the other one never does anything: nothing is run."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield dist.distributed_c10d._get_default_group().group_name
+def group(two: str) -> Iterator[str]:
+    """The other rank never does anything: nothing is run."""
+    yield two
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 def check(program: Program, grad: bool, **named: object) -> None:

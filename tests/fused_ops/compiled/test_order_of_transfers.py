@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from programs import compiled, written
 from torch import Tensor
 from torch._inductor import config as inductor_config
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 SHAPES = ((4, 16), (8, 16), (12, 16), (16, 16))  # three registered tensors, and a weight
 OPS = ("signal", "wait", "put", "get", "batch_put", "batch_signal", "batch_wait", "one_shot_all_reduce")
@@ -19,12 +17,10 @@ Program = Callable[..., list[Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[str]:
-    """A group of two, of which the other one never does anything: nothing is run."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield dist.distributed_c10d._get_default_group().group_name
+def group(two: str) -> Iterator[str]:
+    """The other rank never does anything: nothing is run."""
+    yield two
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 def drawn_transfers(seed: int, group: str, heavy: int = 1) -> Program:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fake_gpu import Gpu
 from first_runs import loaded_at_first_run
+from graphs import fake_ranks
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops import plan
 from weft.fused_ops.dispatch.choice import choice_of_call
 from weft.fused_ops.dispatch.plan import forced, num_sms
@@ -36,9 +35,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of GPUs that 
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     """A group of ranks that are not there."""
-    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
-    yield request.param
-    dist.destroy_process_group()
+    with fake_ranks(request.param):
+        yield request.param
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from weft import fused_ops
 from weft.fused_ops.dispatch import plan, staging
 
 
@@ -104,3 +105,43 @@ def test_what_is_asked_for_holds_in_all_threads_and_ends_with_its_body() -> None
     assert plan._forced == "unfused", "the other thread is in its body yet"
     in_a_thread(lambda: second.__exit__(None, None, None) and None)
     assert plan._forced is None and not plan.should_fuse(False)
+
+
+def planned() -> Iterator[tuple[str, plan.Plan]]:
+    """The algorithm that is expected, and the plan."""
+    of, BF16, F32 = fused_ops.plan, torch.bfloat16, torch.float32
+
+    def x(on: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.empty(*shape, device=on, dtype=dtype)
+
+    for on, counts, wanted in (
+        ("cpu", [3, 2], "host"),
+        ("cuda", [3, 2], "unfused"),
+        ("cuda", [2, 2], "push"),
+    ):
+        part, whole = x(on, counts[0], 64), x(on, sum(counts), 64)
+        yield wanted, of(fused_ops.one_shot_all_gather, part, 0, counts=counts)
+        yield wanted, of(fused_ops.one_shot_reduce_scatter, whole, "sum", 0, counts=counts)
+        yield wanted, of(fused_ops.one_shot_gather, part, 0, 1, counts=None if wanted == "push" else counts)
+    sizes = (
+        (64, 64, "host"),
+        (4096, 75968, "copy_engine"),
+        (16, 75968, "one_shot"),
+        (2048, 1024, "one_shot"),
+    )
+    for rows, n, wanted in sizes:
+        on = "cpu" if wanted == "host" else "cuda"
+        yield wanted, of(fused_ops.fused_matmul_all_gather, x(on, rows, 4096), x(on, 4096, n))
+    kinds = ((64, F32, "host"), (8192, BF16, "push"), (16, BF16, "one_shot"), (8192, F32, "one_shot"))
+    for rows, dtype, wanted in kinds:
+        A, B, C = (x("cpu" if wanted == "host" else "cuda", n, 4096, dtype=dtype) for n in (rows, 4096, 8192))
+        yield wanted, of(fused_ops.fused_matmul_all_to_all, A, B, 0)
+        yield wanted, of(fused_ops.fused_all_to_all_matmul, A, C, 0)
+
+
+def test_which_algorithm_runs(two: str) -> None:
+    with torch._subclasses.FakeTensorMode():
+        for wanted, found in planned():
+            assert found.algorithm == wanted, found
+            assert (found.workspace_bytes > 0) == (wanted != "unfused")
+            assert ("different counts" in found.reason) == (wanted == "unfused")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from opcommon import graph_of
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -22,14 +22,6 @@ CYCLES = 2_000_000  # of torch.cuda._sleep: a millisecond, or a little more
 
 def buffer_of(world_size: int, number: int) -> dist.ProcessGroup:
     return dist.new_group(list(range(world_size)), group_desc=f"stream {number}")
-
-
-def graph_of(body: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of ``body``, and the tensor in which its replays leave what it returns."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
 
 
 def crowd(rank: int, world_size: int, how: str) -> None:

@@ -17,13 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from weft.fused_ops.dispatch.tensor_guards import (
-    TensorGuard,
-    guards_of,
-    likely_call,
-    matches_none,
-    note_likely,
-)
+from weft.fused_ops.dispatch import tensor_guards
 from weft.symm_mem.backends import cuda_state
 
 KIND = "a kind"
@@ -31,7 +25,7 @@ KIND = "a kind"
 
 @dataclass(eq=False)
 class Found:
-    alike: TensorGuard
+    alike: tensor_guards.TensorGuard
     device: int = 0
     stream: int = 7
 
@@ -48,7 +42,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_tensors_elsewhere_are_alike() -> None:
     x, y = torch.randn(3, 4, 8), torch.randn(8, 16).t()
-    same = guards_of([x, y])
+    same = tensor_guards.guards_of([x, y])
     assert same(x, y) and same(x.clone(), torch.randn(8, 16).t())
     with torch.no_grad():
         assert same(x, y)
@@ -60,11 +54,11 @@ def test_tensors_elsewhere_are_alike() -> None:
 def test_others_are_not_likely(other: str, position: int) -> None:
     given: list[Any] = [torch.randn(3, 4, 8), torch.randn(3, 4, 8)]
     kept: dict[Hashable, Any] = {}
-    note_likely(kept, KIND, Found(guards_of(given)))
-    assert likely_call(kept, KIND, given) is not None
+    tensor_guards.note_likely(kept, KIND, Found(tensor_guards.guards_of(given)))
+    assert tensor_guards.likely_call(kept, KIND, given) is not None
     given[position] = given[position].tolist() if other == "list" else OTHERS[other](given[position])
     # Addresses are not compared.
-    assert (likely_call(kept, KIND, given) is None) == (other != "misaligned")
+    assert (tensor_guards.likely_call(kept, KIND, given) is None) == (other != "misaligned")
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -79,20 +73,20 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_nothing_is_likely_in_another_state(context: str) -> None:
     x = torch.randn(3, 4)
     kept: dict[Hashable, Any] = {}
-    note_likely(kept, KIND, Found(guards_of([x])))
+    tensor_guards.note_likely(kept, KIND, Found(tensor_guards.guards_of([x])))
     with CONTEXTS[context]():
-        assert likely_call(kept, KIND, [x]) is None
-    assert likely_call(kept, KIND, [x]) is not None
+        assert tensor_guards.likely_call(kept, KIND, [x]) is None
+    assert tensor_guards.likely_call(kept, KIND, [x]) is not None
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_nothing_is_likely_in_traces_and_transforms(pre_dispatch: bool) -> None:
     x, answers = torch.randn(3, 4), []
     kept: dict[Hashable, Any] = {}
-    note_likely(kept, KIND, Found(guards_of([x])))
+    tensor_guards.note_likely(kept, KIND, Found(tensor_guards.guards_of([x])))
 
     def asks(y: Tensor) -> Tensor:
-        answers.extend(likely_call(kept, KIND, [z]) for z in (x, y))
+        answers.extend(tensor_guards.likely_call(kept, KIND, [z]) for z in (x, y))
         return y.sum()
 
     make_fx(asks, pre_dispatch=pre_dispatch)(x)
@@ -107,16 +101,16 @@ def test_in_inference_mode_its_own_cached_calls_are(mode: Callable[[], AbstractC
     kept: dict[Hashable, Any] = {}
     with mode():
         x = torch.randn(3, 4)
-        note_likely(kept, KIND, Found(guards_of([x])))
-        assert likely_call(kept, KIND, [torch.randn(3, 4)]) is not None
+        tensor_guards.note_likely(kept, KIND, Found(tensor_guards.guards_of([x])))
+        assert tensor_guards.likely_call(kept, KIND, [torch.randn(3, 4)]) is not None
     with torch.inference_mode(mode is nullcontext):
-        assert likely_call(kept, KIND, [torch.randn(3, 4)]) is None
+        assert tensor_guards.likely_call(kept, KIND, [torch.randn(3, 4)]) is None
 
 
 def test_what_requires_a_gradient_is_alike_while_none_is_wanted() -> None:
     x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
     with torch.no_grad():
-        same = guards_of([x, weight])
+        same = tensor_guards.guards_of([x, weight])
         assert same(x, weight) and same(x, torch.nn.Parameter(torch.randn(4)))
         assert not same(x, torch.randn(4)) and not same(x, torch.nn.Parameter(torch.randn(3)))
     assert not same(x, weight), "its gradient is wanted here"
@@ -125,36 +119,36 @@ def test_what_requires_a_gradient_is_alike_while_none_is_wanted() -> None:
 
 
 def test_what_may_want_a_gradient_or_is_found_in_a_rare_state_is_never_tried() -> None:
-    assert guards_of([torch.randn(3, requires_grad=True)]) is matches_none
+    assert tensor_guards.guards_of([torch.randn(3, requires_grad=True)]) is tensor_guards.matches_none
     with torch.autocast("cpu"):
-        assert guards_of([torch.randn(3)]) is matches_none
+        assert tensor_guards.guards_of([torch.randn(3)]) is tensor_guards.matches_none
 
 
 def test_another_stream_has_cached_calls_of_its_own(stream: list[int]) -> None:
     x = torch.randn(3, 4)
     kept: dict[Hashable, Any] = {}
-    found = {number: Found(guards_of([x]), stream=number) for number in (7, 8)}
+    found = {number: Found(tensor_guards.guards_of([x]), stream=number) for number in (7, 8)}
     for one in found.values():
-        note_likely(kept, KIND, one)
+        tensor_guards.note_likely(kept, KIND, one)
     for number in (7, 8, 7, 9):
         stream[0] = number
-        assert likely_call(kept, KIND, [x]) is found.get(number)
+        assert tensor_guards.likely_call(kept, KIND, [x]) is found.get(number)
 
 
 def test_the_last_few_cached_calls_are_tried() -> None:
     kept: dict[Hashable, Any] = {}
     sizes = range(1, 7)
     for size in [*sizes, 3]:
-        note_likely(kept, KIND, Found(guards_of([torch.empty(size)])))
-    assert [likely_call(kept, KIND, [torch.empty(size)]) is not None for size in sizes] == [False] * 2 + [
-        True
-    ] * 4
-    assert likely_call(kept, "another kind", [torch.empty(3)]) is None
+        tensor_guards.note_likely(kept, KIND, Found(tensor_guards.guards_of([torch.empty(size)])))
+    assert [tensor_guards.likely_call(kept, KIND, [torch.empty(size)]) is not None for size in sizes] == [
+        False
+    ] * 2 + [True] * 4
+    assert tensor_guards.likely_call(kept, "another kind", [torch.empty(3)]) is None
 
 
 def test_no_tensor_is_kept() -> None:
     x = torch.randn(3)
-    gone, same = weakref.ref(x), guards_of([x])
+    gone, same = weakref.ref(x), tensor_guards.guards_of([x])
     del x
     gc.collect()
     assert gone() is None and same(torch.randn(3))

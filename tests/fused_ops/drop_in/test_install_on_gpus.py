@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as torch_symm
 import weft
-from opcommon import BOUND, check, gather, world
+from opcommon import BOUND, check, gather, graph_of, world
 from ranks import on_ranks
 from weft import symm_mem
 
@@ -73,9 +73,7 @@ def test_in_a_cuda_graph(rank: int, size: int) -> None:
         return ops.fused_all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]  # type: ignore[no-any-return]
 
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
+    graph, y = graph_of(call)
     for _ in range(3):
         x.copy_(torch.randn(512, 1024))
         graph.replay()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,15 @@ class Program(nn.Module):
 
 
 def exported(rank: int, world_size: int) -> dict[str, bytes]:
+    """By Dynamo, too, some: that all name it in its graphs is told by ``kept``."""
     files = {}
-    for (name, call), strict in product(op_calls(world_size, GROUP).items(), (False, True)):
+    for i, (name, call) in enumerate(op_calls(world_size, GROUP).items()):
         if name == "one_shot_gather":  # its graph is one rank's
             continue
-        program = torch.export.export(Program(call), tuple(call.tensors), strict=strict)
-        torch.export.save(program, file := io.BytesIO())
-        files[f"{name}, strict={strict}"] = file.getvalue()
+        for strict in (False, True)[: 1 + (i % 4 == 0)]:
+            program = torch.export.export(Program(call), tuple(call.tensors), strict=strict)
+            torch.export.save(program, file := io.BytesIO())
+            files[f"{name}, strict={strict}"] = file.getvalue()
     return files
 
 

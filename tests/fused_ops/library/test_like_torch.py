@@ -158,12 +158,18 @@ def test_an_average_of_large_numbers(rank: int, world_size: int) -> None:
 @on_ranks(2, device=DEVICES)
 def test_what_is_overwritten(rank: int, world_size: int) -> None:
     group = world()
-    for _ in range(3):  # on CUDA by the fast path, too
-        w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
-        y = (w * t).sum()
-        fused_ops.one_shot_all_reduce_(t, "sum", group)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
+    parts = torch.ones(world_size**2)
+    for write in (
+        lambda t: fused_ops.one_shot_all_reduce_(t, "sum", group),
+        lambda t: fused_ops.one_shot_all_gather(torch.ones(1), 0, group, out=t),
+        lambda t: fused_ops.one_shot_reduce_scatter(parts, "sum", 0, group, out=t),
+    ):
+        for _ in range(3):  # on CUDA by the fast path, too
+            w, t = torch.full((world_size,), 2.0, requires_grad=True), torch.full((world_size,), 3.0)
+            y = (w * t).sum()
+            write(t)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
     with torch.inference_mode():
         x = torch.ones(5)
         fused_ops.one_shot_all_reduce_(x, "sum", group)

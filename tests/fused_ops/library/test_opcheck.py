@@ -1,4 +1,4 @@
-"""torch's own checks of every op: its schema, its fake, its gradient."""
+"""torch's own checks of every op: its schema, its fake, its gradient, and both as they are traced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def opcheck(rank: int, world_size: int, name: str) -> None:
                 wanted and call.has_gradient and x.is_floating_point()
             )
 
-        torch.library.opcheck(op, (), tree_map_only(Tensor, made, named))
+        # All are traced once without gradients by test_modes.py.
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(op, (), tree_map_only(Tensor, made, named), test_utils=checks[: 3 + wanted])
 
 
 @pytest.mark.parametrize("name", OPS)

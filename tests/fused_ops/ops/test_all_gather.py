@@ -6,7 +6,6 @@ import pytest
 import torch
 from opcommon import DEVICES, assert_fused, gathered, poison, refuses, world
 from ranks import on_ranks, run_row
-from references import held_gradients
 from torch import Tensor
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_gather
@@ -111,11 +110,8 @@ def test_results_lie_with_operands_whatever_the_default_device_is(rank: int, wor
 
 
 @on_ranks(3, device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    for dtype in (torch.float32, torch.float64):
-        for dim in (0, 1, -1):
-            x = torch.randn(4, 3, 2, dtype=dtype).requires_grad_()
-            held_gradients(one_shot_all_gather, x=x, gather_dim=dim, group=world())
+def test_a_given_result_takes_no_gradient(rank: int, world_size: int) -> None:
+    x = torch.randn(4, 3, 2, dtype=torch.float64).requires_grad_()
     out = torch.zeros(4 * world_size, 3, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match="x: requires a gradient, must not where the result is written"):
         one_shot_all_gather(x, 0, world(), out=out)
@@ -123,13 +119,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         one_shot_all_gather(x.detach(), 0, world(), out=out.requires_grad_())
     with torch.no_grad():
         assert torch.equal(one_shot_all_gather(x, 0, world(), out=out), one_shot_all_gather(x, 0, world()))
-    # Autograd sees that it was overwritten.
-    for _ in range(3):  # on CUDA by the fast path, too
-        w, t = torch.full((world_size,), 2.0, requires_grad=True), torch.zeros(world_size)
-        y = (w * t).sum()
-        one_shot_all_gather(torch.ones(1), 0, world(), out=t)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
 
 
 @on_ranks(2, device=DEVICES)

@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import (
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    compiled_like_eager,
-    gather,
-    poison,
-    refuses,
-    same_on_all,
-    world,
-)
+from opcommon import DEVICES, assert_fused, cells, check, gather, poison, refuses, same_on_all, world
 from ranks import on_ranks
-from references import held, held_gradients
+from references import held
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.plan import forced
 
@@ -96,34 +85,6 @@ def test_any_strides_in_and_torchs_strides_out(
         if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
             front = 0 if dim == len(shape) - 1 else dim
             assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "columns"), [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]
-)
-@on_ranks([1, 2, 3], device=DEVICES)
-def test_gradients(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
-    for return_A in (True, False):
-        k = shape[-1] * (world_size if dim == len(shape) - 1 else 1)
-        Bs = [torch.randn(k, n).requires_grad_() for n in columns]
-        given = {
-            "A_shard": torch.randn(*shape).requires_grad_(),
-            "Bs": Bs,
-            "gather_dim": dim,
-            "group": world(),
-        }
-        held_gradients(fused_all_gather_matmul, **given, return_A=return_A)
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-
-    def f(shard: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-        _, (x, y) = fused_all_gather_matmul(shard.sin(), [B, C], 1, group, return_A=False)
-        return torch.relu(x) * y
-
-    compiled_like_eager(f, lambda s: [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)], (4, 6, 9))
 
 
 @on_ranks(2, device=DEVICES)

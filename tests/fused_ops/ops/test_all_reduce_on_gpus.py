@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from algorithms import EVERY
-from opcommon import check, gather, spoil, world
+from opcommon import assert_alike, check, gather, graph_of, spoil, world
 from quantised import E4M3, E5M2, by_steps, same_bits
 from ranks import on_ranks, run_ranks
 from weft import fused_ops, symm_mem
@@ -34,6 +34,12 @@ def late(delays: random.Random) -> None:
     """Hold this rank's stream up for up to a millisecond, now and then."""
     if delays.random() < 0.03:
         torch.cuda._sleep(delays.randrange(2_000_000))
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in float32 and in their order."""
+    first, *others = (part.float() for part in gather(x))
+    return sum(others, start=first)
 
 
 class Pattern:
@@ -115,11 +121,7 @@ def test_every_kernel_gives_the_same_bits(rank: int, world_size: int) -> None:
     """Every kernel gives the bits of a sum in float32, in rank order."""
     for numel in (100, 300_000, 3 << 20, 12 << 20, (12 << 20) + 3, 40 << 20, (40 << 20) + 1):
         x = torch.randn(numel).bfloat16()
-        parts = [p.float() for p in gather(x)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", world()), total.bfloat16())
+        assert torch.equal(fused_ops.one_shot_all_reduce(x, "sum", world()), in_order(x).bfloat16())
         assert fused_ops.last_plan().algorithm == "push"
 
 
@@ -138,16 +140,12 @@ def fused(rank: int, world_size: int) -> None:
         call = partial(call, weight_offset=offset, round_sum=rounded)
         normed, sums = call()
         assert fused_ops.last_plan().algorithm == "push"
-        total = gather(x)[0].float()
-        for part in gather(x)[1:]:
-            total = total + part.float()
+        total = in_order(x)
         assert torch.equal(sums, total.bfloat16() if added is None else total.bfloat16() + added)
         wide = sums.double() if rounded or added is None else total.bfloat16().double() + added.double()
         check("normed", normed, rms_norm(wide, weight.double(), 1e-6, offset), 4e-3)
         if step % 20 == 0:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
 
             # A graph reads its inputs where they were captured: they are kept with it.
             def same(again=again, first=(normed, sums), inputs=call) -> None:
@@ -195,9 +193,7 @@ def test_all_reduce_rms_norm_quant(rank: int, world_size: int) -> None:
         steps = by_steps(normed, scale, out_dtype, scale_op, smallest)
         assert same_bits(numbers, steps[0]) and same_bits(scales, steps[1]), (dtype, quant)
         if step % 20 == 0:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
             graph.replay()
             assert all(map(same_bits, again, (numbers, scales, sums)))
 
@@ -219,17 +215,13 @@ def test_all_reduce_layer_norm(rank: int, world_size: int) -> None:
         call = partial(fused_ops.fused_all_reduce_layer_norm, x, added, weight, bias, 1e-5, world())
         normed, sums = call()
         assert fused_ops.last_plan().algorithm == "push"
-        total = gather(x)[0].float()
-        for part in gather(x)[1:]:
-            total = total + part.float()
+        total = in_order(x)
         assert torch.equal(sums, total.to(dtype) if added is None else total.to(dtype) + added)
         check("normed", normed, rms_norm(sums.double(), weight, 1e-5, 0.0, bias, subtract_mean=True), 4e-3)
         assert all(map(torch.equal, call(), (normed, sums))), "other bits in another run"
         if step % 20 == 0:
             fused_ops.fused_all_reduce_rms_norm(x, added, residual[0], 1e-6, world())
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = call()
+            graph, again = graph_of(call, "thread_local")
             for _ in range(3):
                 graph.replay()
                 assert all(map(torch.equal, again, (normed, sums)))
@@ -262,10 +254,7 @@ def test_launched_while_the_kernel_before_still_runs(rank: int, world_size: int)
         for _ in range(20):
             late(delays)
             assert (chain(x, steps, rank, world_size) == want).all()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = chain(x, steps, rank, world_size)
+        graph, out = graph_of(partial(chain, x, steps, rank, world_size), "thread_local")
         for _ in range(20):
             late(delays)
             out.fill_(float("nan"))
@@ -312,11 +301,10 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
     scale = len(parts) if reduce_op == "avg" else 1
     check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)
-    bits = gather(out.view(torch.int16))
-    assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        again = fused_ops.fused_matmul_all_reduce(A, B, reduce_op, world())
+    assert_alike(out)
+    graph, again = graph_of(
+        partial(fused_ops.fused_matmul_all_reduce, A, B, reduce_op, world()), "thread_local"
+    )
     for _ in range(3):
         again.fill_(float("nan"))
         graph.replay()

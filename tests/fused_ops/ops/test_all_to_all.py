@@ -8,7 +8,6 @@ import pytest
 import torch
 from opcommon import DEVICES, assert_fused, gathered, poison, refuses, world
 from ranks import on_ranks, run_row
-from references import held_gradients
 from test_all_gather import any_bits, bits
 from torch import Tensor
 from weft import symm_mem
@@ -69,16 +68,6 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
     on_heap.fill_(rank)
     from_heap = one_shot_all_to_all(on_heap, 0, 0, world())
     assert from_heap.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-
-
-@on_ranks(3, device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    for dtype, (scatter_dim, gather_dim) in product(
-        (torch.float32, torch.float64), ((0, 1), (1, 0), (-1, 1), (0, 0))
-    ):
-        x = torch.randn(6, 3, 3, dtype=dtype).requires_grad_()
-        given = {"x": x, "scatter_dim": scatter_dim, "gather_dim": gather_dim, "group": world()}
-        held_gradients(one_shot_all_to_all, **given)
 
 
 @on_ranks(2, device=DEVICES)

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, check, gather, poison, refuses, same_on_all, world
+from opcommon import BOUND, check, gather, graph_of, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops import fused_matmul_all_gather, last_plan, one_shot_all_gather, plan
+from weft.fused_ops import fused_matmul_all_gather, last_plan
 from weft.fused_ops.dispatch.plan import forced
 
 SHAPES = [((5,), 7, 3), ((4, 3), 17, 1), ((1, 1, 6), 8, 16), ((0, 2), 3, 2), ((3,), 0, 4), ((2,), 3, 0)]
@@ -41,34 +41,6 @@ def test_results(world_size: int, algorithm: str) -> None:
         run_row(right, world_size, dtype, algorithm)
 
 
-def gradients(call: object, A: Tensor, B: Tensor) -> list[Tensor]:
-    """The first ones, then the second ones."""
-    A, B = A.clone().requires_grad_(), B.clone().requires_grad_()
-    first = torch.autograd.grad(call(A, B).pow(3).sum(), (A, B), create_graph=True)  # type: ignore[operator]
-    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (A, B))]
-
-
-@on_ranks([2, 3], device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    A, B = torch.randn(2, 3, 5), torch.randn(5, 4)
-    weight = torch.randn(2, 3, 4 * world_size)
-    a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
-    (fused_matmul_all_gather(a, b) * weight).sum().backward()
-    own = sum(x.double().chunk(world_size, -1)[rank] for x in gather(weight))
-    assert a.grad is not None and b.grad is not None and isinstance(own, Tensor)
-    check("A.grad", a.grad, own @ B.double().t(), 1e-6)
-    check("B.grad", b.grad, A.double().flatten(0, 1).t() @ own.flatten(0, 1), 1e-6)
-    by_parts = gradients(lambda A, B: one_shot_all_gather(A @ B, -1), A, B)
-    for got, want in zip(gradients(fused_matmul_all_gather, A, B), by_parts, strict=True):
-        check("second", got, want.double(), 1e-5)
-    for which, x in enumerate((a, b)):
-        alone = [A.clone(), B.clone()]
-        alone[which].requires_grad_()
-        (fused_matmul_all_gather(*alone) * weight).sum().backward()
-        assert alone[which].grad is not None and x.grad is not None
-        check("alone", alone[which].grad, x.grad.double(), 1e-6)  # type: ignore[arg-type]
-
-
 @on_ranks(2)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name, op = torch.randn(4, 3), torch.randn(3, 6), world().group_name, torch.ops.weft
@@ -85,21 +57,6 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
     with pytest.raises(TypeError, match="B: is of type list, must be a tensor"):
         fused_matmul_all_gather(A, [B])  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-def test_plans(two: str) -> None:
-    for device, rows, columns, algorithm in (
-        ("cpu", 64, 64, "host"),
-        ("cuda", 4096, 75968, "copy_engine"),
-        ("cuda", 16, 75968, "one_shot"),
-        ("cuda", 2048, 1024, "one_shot"),
-    ):
-        with torch._subclasses.FakeTensorMode():
-            A, B = (
-                torch.empty(*s, device=device, dtype=torch.bfloat16) for s in ((rows, 4096), (4096, columns))
-            )
-            found = plan(fused_matmul_all_gather, A, B)
-        assert found.algorithm == algorithm and found.workspace_bytes > 0, found
 
 
 #: Rows, K, and columns of a rank: cut by columns, by rows, and with rows that are no multiple of 16 bytes.
@@ -138,10 +95,7 @@ def test_replays_of_graphs_between_eager_calls(rank: int, world_size: int) -> No
             return fused_matmul_all_gather(A, B)
 
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
+    graph, y = graph_of(call)
     for step in range(4):
         torch.manual_seed(step)
         A.copy_(torch.randint(-1, 2, A.shape))

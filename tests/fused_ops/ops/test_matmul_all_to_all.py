@@ -8,12 +8,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DEVICES, check, gather, poison, refuses, same_on_all, world
+from opcommon import BOUND, check, gather, graph_of, poison, refuses, same_on_all, world
 from ranks import on_ranks, run_ranks, run_row
-from references import held_gradients
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops import fused_all_to_all_matmul, fused_matmul_all_to_all, last_plan, plan
+from weft.fused_ops import fused_all_to_all_matmul, fused_matmul_all_to_all, last_plan
 from weft.fused_ops.dispatch.choice import choice_of_call
 from weft.fused_ops.dispatch.plan import forced
 
@@ -62,33 +61,6 @@ def test_products_around_all_to_alls(world_size: int, algorithm: str) -> None:
         run_row(right, world_size, dtype, algorithm)
 
 
-@on_ranks([2, 3], device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    for dim in (0, 1):
-        A, heads = torch.randn(2, 3, 5), torch.randn(2 * world_size, 3 * world_size, 5)
-        B, C = torch.randn(5, 4 * world_size), torch.randn(5 * world_size, 4)
-        for t in (A, B, heads, C):
-            t.requires_grad_()
-        held_gradients(fused_matmul_all_to_all, A=A, B=B, gather_dim=dim, group=world())
-        held_gradients(fused_all_to_all_matmul, A=heads, B=C, scatter_dim=dim, group=world())
-
-
-@on_ranks(2)
-def test_gradients_of_one_operand_alone(rank: int, world_size: int) -> None:
-    for call, rows, columns in ((fused_matmul_all_to_all, 3, 4), (fused_all_to_all_matmul, 4, 4)):
-        k = 5 if call is fused_matmul_all_to_all else 10
-        for which in (0, 1):
-            grads = []
-            for needs in ((True, True), (which == 0, which == 1)):
-                torch.manual_seed(rank)
-                A = torch.randn(rows, 5).requires_grad_(needs[0])
-                B = torch.randn(k, columns).requires_grad_(needs[1])
-                call(A, B, 0).square().sum().backward()
-                grads.append((A.grad, B.grad)[which])
-                assert ((A.grad, B.grad)[1 - which] is None) == (not needs[1 - which])
-            torch.testing.assert_close(*grads)
-
-
 @on_ranks(2)
 def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int) -> None:
     A, B, name, ops = torch.randn(4, 3), torch.randn(3, 6), world().group_name, torch.ops.weft
@@ -112,20 +84,6 @@ def test_bad_input_is_refused_alike_by_fake_and_real(rank: int, world_size: int)
         with pytest.raises(TypeError, match="B: is of type list, must be a tensor"):
             call(A, [B], 0, world())  # type: ignore[arg-type]
     assert last_plan() is before, "refused after it was launched"
-
-
-def test_plans(two: str) -> None:
-    for device, rows, dtype, algorithm in (
-        ("cpu", 64, torch.float32, "host"),
-        ("cuda", 8192, torch.bfloat16, "push"),
-        ("cuda", 16, torch.bfloat16, "one_shot"),
-        ("cuda", 8192, torch.float32, "one_shot"),
-    ):
-        with torch._subclasses.FakeTensorMode():
-            A, B = (torch.empty(*s, device=device, dtype=dtype) for s in ((rows, 4096), (4096, 4096)))
-            C = torch.empty(8192, 4096, device=device, dtype=dtype)
-            for found in (plan(fused_matmul_all_to_all, A, B, 0), plan(fused_all_to_all_matmul, A, C, 0)):
-                assert found.algorithm == algorithm and found.workspace_bytes > 0, (found, rows)
 
 
 #: Rows, K, columns of a rank, and other dimensions of A; whether B lies in columns.
@@ -202,10 +160,7 @@ def test_replays_of_graphs_between_eager_calls(rank: int, world_size: int) -> No
             return fused_all_to_all_matmul(fused_matmul_all_to_all(A, B, 0), C, 0)
 
     both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = both()
+    graph, y = graph_of(both, "thread_local")
     wrong = torch.zeros((), dtype=torch.int64)
     for step in range(60):
         A.copy_(torch.randint(-1, 2, (384, k)) * (torch.rand(384, k) < 0.02))

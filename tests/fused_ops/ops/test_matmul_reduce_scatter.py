@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import (
-    BOUND,
-    DEVICES,
-    assert_fused,
-    cells,
-    check,
-    compiled_like_eager,
-    gather,
-    poison,
-    refuses,
-    world,
-)
+from opcommon import BOUND, DEVICES, assert_fused, cells, check, gather, poison, refuses, world
 from ranks import on_ranks, run_row
-from references import held, held_gradients
+from references import held
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
 
@@ -134,30 +123,6 @@ def test_any_strides_in_contiguous_out(
         )
     for out in outs:
         assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
-
-
-@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
-@on_ranks([1, 2, 3], device=DEVICES)
-def test_gradients(rank: int, world_size: int, reduce_op: str) -> None:
-    for shape, n, dim in [
-        ((2 * world_size, 6), 5, 0),
-        ((3, 4), 2 * world_size, 1),
-        ((2, world_size, 5), 4, 1),
-    ]:
-        given = {"A": torch.randn(*shape).requires_grad_(), "B": torch.randn(shape[-1], n).requires_grad_()}
-        held_gradients(
-            fused_matmul_reduce_scatter, **given, reduce_op=reduce_op, scatter_dim=dim, group=world()
-        )
-
-
-@on_ranks(2, device=DEVICES)
-def test_under_torch_compile(rank: int, world_size: int) -> None:
-    group = world()
-
-    def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return fused_matmul_reduce_scatter(A.cos(), B, "sum", 1, group) * 2
-
-    compiled_like_eager(f, lambda s: [torch.randn(3, s, 8), torch.randn(8, 5)], (4, 6, 10))
 
 
 @on_ranks(2, device=DEVICES)

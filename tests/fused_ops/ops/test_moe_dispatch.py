@@ -17,6 +17,7 @@ from opcommon import (
     compiled_like_eager,
     gather,
     gathered,
+    graph_of,
     poison,
     refuses,
     same_on_all,
@@ -373,9 +374,7 @@ def bits_in_graphs(rank: int, world_size: int, sizes: Sizes) -> None:
         for send in (dispatched, again):
             for _ in range(3):
                 right(send())
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                found = [send() for _ in range(3)]
+            graph, found = graph_of(lambda send=send: [send() for _ in range(3)])
             graphs.append((graph, found))
         for graph, found in graphs * 2:
             for each in found:

@@ -4,12 +4,13 @@ captured."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from algorithms import EVERY, OVERLAPS
-from opcommon import BOUND, check, gather, poison, world
+from opcommon import BOUND, check, gather, graph_of, poison, world
 from ranks import on_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
@@ -99,10 +100,7 @@ def test_graph_replays_between_eager_calls(rank: int, world_size: int) -> None:
         problem = Problem(*shape, torch.bfloat16)
         for algorithm in EVERY:
             problem.run(algorithm)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results = problem.run(algorithm)
+            graph, results = graph_of(partial(problem.run, algorithm))
             graphs.append((problem, algorithm, graph, results))
     for _ in range(30):
         problem, algorithm, graph, results = order.choice(graphs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from opcommon import DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
 from ranks import on_ranks, run_row
-from references import held, held_gradients
+from references import held
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
 
 SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
@@ -64,11 +64,8 @@ def test_any_strides_alignment_and_memory(rank: int, world_size: int) -> None:
 
 
 @on_ranks(3, device=DEVICES)
-def test_gradients(rank: int, world_size: int) -> None:
-    for reduce_op in ("sum", "avg"):
-        for dim in (0, 1, -1):
-            x = torch.randn(whole((2, 3, 2), dim, world_size)).requires_grad_()
-            held_gradients(one_shot_reduce_scatter, x=x, reduce_op=reduce_op, scatter_dim=dim, group=world())
+def test_what_takes_no_gradient(rank: int, world_size: int) -> None:
+    x = torch.randn(2, 3, 2 * world_size).requires_grad_()
     with pytest.raises(ValueError, match="reduce_op: is 'max', must be 'sum' or 'avg'"):
         one_shot_reduce_scatter(x, "max", -1, world())
     out = torch.zeros(2, 3, 2)
@@ -78,12 +75,6 @@ def test_gradients(rank: int, world_size: int) -> None:
         one_shot_reduce_scatter(x.detach(), "sum", -1, world(), out=out.requires_grad_())
     with torch.no_grad():
         one_shot_reduce_scatter(x, "sum", -1, world(), out=out)
-    for _ in range(3):  # on CUDA by the fast path, too
-        w, t = torch.full((2,), 2.0, requires_grad=True), torch.zeros(2)
-        y = (w * t).sum()
-        one_shot_reduce_scatter(torch.ones(2 * world_size), "sum", 0, world(), out=t)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
 
 
 @on_ranks(2, device=DEVICES)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from opcommon import gather, poison, world
+from opcommon import gather, graph_of, poison, world
 from ranks import on_ranks, run_row
 from scaled_operands import E4M3, E5M2, KINDS, Scaled, left, right
 from weft.fused_ops import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter, last_plan
@@ -138,9 +138,7 @@ def test_captured(rank: int, size: int, kind: str, algorithm: str) -> None:
     with forced(algorithm):
         call()
         assert algorithm == "fused" or last_plan().algorithm == algorithm
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = call()
+        graph, y = graph_of(call)
         for numbers, scale in ((a.numbers, a.scale), (drawn.numbers, drawn.scale)):
             a.numbers.copy_(numbers)
             a.scale.copy_(scale)

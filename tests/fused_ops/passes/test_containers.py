@@ -39,23 +39,10 @@ def fused_in_each_run(rank: int) -> list[int]:
     return seen
 
 
-def without_the_other(rank: int, ends: int) -> tuple[list[str], float]:
-    import torch
-    from test_ranks_that_differ import gather, world
-    from weft.fused_ops.passes import FusionPass
+def without_the_other(rank: int, ends: int) -> Any:
+    import test_absent_ranks
 
-    x, w = torch.randn(6, 8), torch.randn(8, 5)
-    fusion = FusionPass(fuse="always")
-    mine = torch.compile(lambda x, w: gather(x, world()) @ w, options=fusion.options)
-    with torch.no_grad():
-        mine(x, w)
-        if rank == ends:
-            os._exit(0)
-        waited = fusion.report().questions.seconds
-        with pytest.raises(RuntimeError):  # the backend's, in the fallback graph
-            mine(x, w)
-    report = fusion.report()
-    return [d.reason for d in report.disagreements], report.questions.seconds - waited
+    return test_absent_ranks.without_the_other(rank, 2, ends)
 
 
 # What ranks run in their containers, one after the other, each in a process of its own.

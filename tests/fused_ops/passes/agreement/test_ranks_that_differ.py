@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -277,21 +278,21 @@ def two_groups(rank: int, size: int) -> list[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def listening(answers: list[bool]) -> Iterator[None]:
+def answering(answer: Callable[..., bool]) -> Iterator[None]:
+    """What a graph is told that asks: ``answer(its guard, sizes)``."""
+    with mock.patch.object(guard.GraphGuard, "fused", lambda self, sizes=(): answer(self, sizes)):
+        yield
+
+
+def listening(answers: list[bool]) -> contextlib.AbstractContextManager[None]:
     """Every answer that a graph gets is noted."""
-    from weft.fused_ops.passes.agreement.guard import GraphGuard
+    asked = guard.GraphGuard.fused
 
-    asked = GraphGuard.fused
-
-    def fused(self: GraphGuard, sizes: tuple[int, ...] = ()) -> bool:
+    def fused(self: guard.GraphGuard, sizes: tuple[int, ...]) -> bool:
         answers.append(asked(self, sizes))
         return answers[-1]
 
-    GraphGuard.fused = fused  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        GraphGuard.fused = asked  # type: ignore[method-assign]
+    return answering(fused)
 
 
 def test_groups_that_cross() -> None:
@@ -311,19 +312,13 @@ def updates(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, int, Te
 
 def without_agreement(rank: int, size: int, dynamic: bool) -> None:
     """Every other run takes the way out: what it returns and writes is what a fused run does, to the stride."""
-    from weft.fused_ops.passes.agreement.guard import GraphGuard
-
-    asked, answer = GraphGuard.fused, [True]
-    GraphGuard.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
-    try:
-        with compiler():
-            fusion = FusionPass()
-            mine = torch.compile(updates, options=fusion.options, dynamic=dynamic)
-            for rows in (4, 6) if dynamic else (4,):
-                compare(mine, [torch.randn(2, rows, 8), torch.randn(8, 6), torch.zeros(6)], answer)
-            assert fusion.report().fused == 2, fusion.report()
-    finally:
-        GraphGuard.fused = asked  # type: ignore[method-assign]
+    answer = [True]
+    with compiler(), answering(lambda *_: answer[0]):
+        fusion = FusionPass()
+        mine = torch.compile(updates, options=fusion.options, dynamic=dynamic)
+        for rows in (4, 6) if dynamic else (4,):
+            compare(mine, [torch.randn(2, rows, 8), torch.randn(8, 6), torch.zeros(6)], answer)
+        assert fusion.report().fused == 2, fusion.report()
 
 
 def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -332,23 +327,16 @@ def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_agreement_but_random(rank: int, size: int) -> None:
-    from weft.fused_ops.passes.agreement.guard import GraphGuard
-
-    asked, answer = GraphGuard.fused, [True]
-    GraphGuard.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
-
     def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(7)
         return (*mine(*tensors), torch.rand(3))  # what is drawn later is the same, too
 
-    try:
-        with compiler():
-            fusion = FusionPass()
-            mine = torch.compile(drops, options=fusion.options)
-            compare(seeded, [torch.randn(4, 8), torch.randn(8, 6), torch.zeros(6)], answer)
-            assert fusion.report().fused == 1, fusion.report()
-    finally:
-        GraphGuard.fused = asked  # type: ignore[method-assign]
+    answer = [True]
+    with compiler(), answering(lambda *_: answer[0]):
+        fusion = FusionPass()
+        mine = torch.compile(drops, options=fusion.options)
+        compare(seeded, [torch.randn(4, 8), torch.randn(8, 6), torch.zeros(6)], answer)
+        assert fusion.report().fused == 1, fusion.report()
 
 
 def test_the_way_out_draws_the_same_numbers() -> None:

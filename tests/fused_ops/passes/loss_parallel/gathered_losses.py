@@ -39,6 +39,21 @@ def own_gradient(x: Tensor, w: Tensor) -> Tensor:
     return GatheredLogits.apply(F.linear(x, w))
 
 
+def with_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A loss whose logits' gradient is changed."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            return logits.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return change(grad)
+
+    return lambda x, w, targets: flat_loss(Changed.apply(own_gradient(x, w)), targets)
+
+
 def summed_gradient(x: Tensor, w: Tensor) -> Tensor:
     """As torch gathers: the gradient is the sum of all ranks', reduce-scattered."""
     group = dist.distributed_c10d._get_default_group()

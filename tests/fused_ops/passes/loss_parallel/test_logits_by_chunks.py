@@ -31,6 +31,7 @@ from gathered_losses import (
     softcapped,
     summed_gradient,
     uneven,
+    with_gradient,
     with_logits,
     with_z_loss,
 )
@@ -109,19 +110,6 @@ def test_logits_by_chunks_without_gradients() -> None:
     run_row(without_gradients, 2)
 
 
-def halved_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    class Halved(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad / 2
-
-    return flat_loss(Halved.apply(own_gradient(x, w)), targets)
-
-
 def written(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """What no result has is in the graph of forward and backward, too."""
     logits = torch.nn.functional.linear(x, w)
@@ -146,7 +134,7 @@ def own(program: Any) -> Callable[..., Any]:
         (own(with_z_loss), torch.float32, "they are needed for more than the loss"),
         (own(smoothed_by_hand), torch.float32, "its rows' losses are not only summed, or count differently"),
         (own(smoothed), torch.float32, "its rows' losses are not only summed, or count differently"),
-        (halved_gradient, torch.float32, "their gradient is changed"),
+        (with_gradient(lambda grad: grad / 2), torch.float32, "their gradient is changed"),
         (written, torch.float32, "they are needed for more than the loss"),
         (functools.partial(mean, uneven), torch.float32, "some ranks fill theirs up, "),
     ],

@@ -33,6 +33,7 @@ from gathered_losses import (
     softcapped,
     summed_gradient,
     uneven,
+    with_gradient,
     with_logits,
     with_what_is_made_of_logits,
     with_z_loss,
@@ -172,32 +173,6 @@ def learned_temperature(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return flat_loss(own_gradient(x, w) / w.sum(), targets)
 
 
-def gradient_of_all_columns(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    class Penalised(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad / grad.norm()
-
-    return flat_loss(Penalised.apply(own_gradient(x, w)), targets)
-
-
-def squared_gradient(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    class Squared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * grad
-
-    return flat_loss(Squared.apply(own_gradient(x, w)), targets)
-
-
 def transposed(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """As torch takes classes."""
     return F.cross_entropy(own_gradient(x, w).transpose(1, 2), targets)
@@ -213,10 +188,10 @@ def without_some_columns(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     [
         (transposed, "its columns meet permute"),
         (without_some_columns, "its columns meet where (where.self)"),
-        (squared_gradient, "all columns of its gradient are used, by "),
+        (with_gradient(lambda grad: grad * grad), "all columns of its gradient are used, by "),
         (learned_temperature, "its temperature is learned, and the gradient of that sums up all columns"),
         (log_probabilities, "its log-softmax is used by the graph's output"),
-        (gradient_of_all_columns, "all columns of its gradient are used, by "),
+        (with_gradient(lambda grad: grad / grad.norm()), "all columns of its gradient are used, by "),
     ],
 )
 def test_left_alone(program: Callable[..., Any], reason: str) -> None:

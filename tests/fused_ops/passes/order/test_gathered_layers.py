@@ -7,21 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import orders
 import pytest
 import torch
 from graphs import captured, copied
-from orders import (
-    TABLE,
-    WORLD,
-    check_alike,
-    check_copied_in,
-    gathered,
-    graph_of,
-    measured_peak,
-    name,
-    order_of,
-    scattered,
-)
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -39,19 +28,19 @@ pytestmark = pytest.mark.usefixtures("two")
 
 
 def by_columns(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    whole = gathered(torch.cat([a.to(torch.bfloat16), b.to(torch.bfloat16)], 1))
+    whole = orders.gathered(torch.cat([a.to(torch.bfloat16), b.to(torch.bfloat16)], 1))
     return whole.split(a.shape[1], 1)
 
 
 def by_rank(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     flat = torch.cat([t.to(torch.bfloat16).reshape(-1) for t in (a, b)])
-    whole = gathered(flat).view(WORLD, -1)
+    whole = orders.gathered(flat).view(orders.WORLD, -1)
     return tuple(part.reshape(-1, a.shape[1]) for part in whole.split(a.numel(), 1))
 
 
 def by_halves(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """Of each weight a half."""
-    return tuple(gathered(t.to(torch.bfloat16)).split(D // 2, dim)[0] for dim, t in ((1, a), (0, b)))
+    return tuple(orders.gathered(t.to(torch.bfloat16)).split(D // 2, dim)[0] for dim, t in ((1, a), (0, b)))
 
 
 class Sharded(torch.autograd.Function):
@@ -63,8 +52,8 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        flat = torch.cat([g.reshape(WORLD, -1) for g in grads], 1).reshape(-1)
-        parts = scattered(flat).float().chunk(2)
+        flat = torch.cat([g.reshape(orders.WORLD, -1) for g in grads], 1).reshape(-1)
+        parts = orders.scattered(flat).float().chunk(2)
         return tuple(p.view(-1, g.shape[1]) for p, g in zip(parts, grads, strict=True))
 
 
@@ -79,7 +68,7 @@ def changed(
     count: int, whole: Callable[..., Any], *, train: bool = False, dynamic: bool = False, **settings: Any
 ) -> list[tuple[fx.Graph, OrderChange]]:
     x = torch.randn(512, D, dtype=torch.bfloat16)
-    shards = [torch.randn(D // WORLD, D, requires_grad=train) for _ in range(2 * count)]
+    shards = [torch.randn(D // orders.WORLD, D, requires_grad=train) for _ in range(2 * count)]
     fusion = FusionPass(agree=False, **settings)
     with torch.set_grad_enabled(train):
         seen = captured(
@@ -190,11 +179,11 @@ def test_what_stays_together() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         early = x.sum(0).to(torch.bfloat16)
         late = (x.t() @ x).to(torch.bfloat16)
-        whole = gathered(torch.cat([early, late.reshape(-1), w.to(torch.bfloat16).reshape(-1)]))
+        whole = orders.gathered(torch.cat([early, late.reshape(-1), w.to(torch.bfloat16).reshape(-1)]))
         a, b = whole.split([64, whole.numel() - 64])
         return a.float() + 1, b.float(), torch.cat([a, early]), late * 2
 
-    nodes = body(graph_of(fn))
+    nodes = body(orders.graph_of(fn))
     ((start, before), (wait, after)) = grouped(nodes).items()
     assert [n.name for n in before] == ["view", "_to_copy_2", "view_1", "cat", start.name]
     assert [n.name for n in after] == [wait.name, "split_with_sizes", "getitem", "getitem_1", "_to_copy_3"]
@@ -208,7 +197,7 @@ def program(seed: int) -> Callable[..., Any]:
         for i in range(rng.randint(3, 7)):
             if not ready:  # of one or more layers, as torch puts them in front
                 for _ in range(rng.randint(1, 3)):
-                    a, b = (w[: w.shape[0] // WORLD] * (i + k) for k in (1, 2))
+                    a, b = (w[: w.shape[0] // orders.WORLD] * (i + k) for k in (1, 2))
                     parts = by_columns(a, b) if rng.random() < 0.5 else by_rank(a, b)
                     ready.append([p.float() for p in parts])
             up, down = ready.pop(0)
@@ -217,9 +206,9 @@ def program(seed: int) -> Callable[..., Any]:
             h = (x @ up / 8).relu()
             x = x + h @ down / 8
             if rng.random() < 0.5:
-                kept.append(scattered(torch.cat([h, x], 1)) * 0.5)
+                kept.append(orders.scattered(torch.cat([h, x], 1)) * 0.5)
             if rng.random() < 0.3:
-                x = x + c10d.wait_tensor(c10d.all_reduce(h, "avg", name()))
+                x = x + c10d.wait_tensor(c10d.all_reduce(h, "avg", orders.name()))
         return [x, *kept]
 
     return fn
@@ -230,19 +219,19 @@ def test_random_layers(seeds: range) -> None:
     """Two orders of each: they compute the same bits, however late collectives are, and need what was predicted."""
     other = 0
     for seed in seeds:
-        before = graph_of(program(seed))
+        before = orders.graph_of(program(seed))
         found = []
         for memory in (0.0, 0.5):
             after = copied(before)
-            change = reorder(after, TABLE, OrderLimits(memory=memory))
+            change = reorder(after, orders.TABLE, OrderLimits(memory=memory))
             after.lint()
-            assert order_of(after) == order_of(before)
-            check_copied_in(before, after)
+            assert orders.order_of(after) == orders.order_of(before)
+            orders.check_copied_in(before, after)
             assert change.peak_after <= change.peak_before * (1 + memory)
-            assert measured_peak(after, change.peak_after) <= change.peak_after
+            assert orders.measured_peak(after, change.peak_after) <= change.peak_after
             if not change.kept:
                 found.append(after)
         if found:
-            check_alike(before, *found)
+            orders.check_alike(before, *found)
         other += len(found)
     assert other > len(seeds) // 2, other

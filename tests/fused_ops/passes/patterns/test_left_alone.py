@@ -19,6 +19,7 @@ from weft.fused_ops.passes.graph.nodes import LeftAlone
 pytestmark = pytest.mark.usefixtures("two")
 X3, X2, W8 = (2, 6, 8), (6, 8), (8, 5)
 INTEGERS, OF_16 = torch.ones(6, 8, dtype=torch.int32), torch.randn(16, 5).bfloat16()
+OF_FP8 = torch.randn(6, 8).to(torch.float8_e4m3fn)
 
 
 def joined(parts: Sequence[Tensor], w: Tensor) -> Tensor:
@@ -52,12 +53,7 @@ def as_bfloat16(x: Tensor, w: Tensor) -> Tensor:
 
 GATHERS: dict[str, tuple[Any, ...]] = {
     "swapped shards": (lambda x, w: joined(ag(x).split(2)[::-1], w), "starts at 2, where 0 is next", X3, W8),
-    "one shard twice": (
-        lambda x, w: joined([ag(x).split(2)[0]] * 2, w),
-        "starts at 0, where 2 is next",
-        X3,
-        W8,
-    ),
+    "one shard twice": (lambda x, w: joined([ag(x).split(2)[0]] * 2, w), "starts at 0, where 2 is", X3, W8),
     "swapped slices": (slices(slice(2, 4), slice(0, 2)), "starts at 2, where 0 is next", X3, W8),
     "overlapping": (slices(slice(0, 2), slice(1, 3)), "starts at 1, where 2 is next", X3, W8),
     "with steps": (slices(slice(0, 4, 2), slice(1, 4, 2)), "no part of", X3, W8),
@@ -74,12 +70,7 @@ GATHERS: dict[str, tuple[Any, ...]] = {
     "more rows": (lambda x, w: ag(x).reshape(3, 32) @ w, "3 x 32 cuts through", X2, (32, 5)),
     "scaled by zero": (lambda x, w, b: torch.addmm(b, ag(x), w, alpha=0), "scales", X2, W8, (5,)),
     "batched": (lambda x, w: torch.bmm(ag(x), w), "a batch of products with different", X3, (4, 8, 5)),
-    "fp8 that is cast": (
-        lambda x, w: ag(x).float() @ w,
-        "twice as many bytes would be sent",
-        torch.randn(X2).to(torch.float8_e4m3fn),
-        W8,
-    ),
+    "fp8 that is cast": (lambda x, w: ag(x).float() @ w, "twice as many bytes would be sent", OF_FP8, W8),
     "float64": (lambda x, w: ag(x).float() @ w, "is torch.float64", torch.randn(X2).double(), W8),
     "int32": (lambda x, w: ag(x).float() @ w, "is torch.int32", INTEGERS, W8),
     "bits of int32": (as_bfloat16, "its input is torch.int32", INTEGERS, OF_16),
@@ -143,9 +134,7 @@ SCATTERS: dict[str, tuple[Any, ...]] = {
     **{op: (reduced_by(op), f"reduces by '{op}'", X2, W8) for op in ("max", "min", "product")},
     "swapped parts": (
         lambda x, w: rs(torch.cat(product(x, w).split(3, 1)[::-1])),
-        "starts at 3, where 0 is next",
-        X3,
-        W8,
+        *("starts at 3, where 0 is next", X3, W8),
     ),
     "swapped slices": (scattered_slices(slice(3, 6), slice(0, 3)), "starts at 3, where 0 is next", X3, W8),
     "half covered": (scattered_slices(slice(0, 1), slice(1, 2)), "end at 2", X3, W8),
@@ -155,8 +144,7 @@ SCATTERS: dict[str, tuple[Any, ...]] = {
     "half a row": (lambda x, w, b: rs((x @ w).view(12, 4) + b), "not added to the rows", X2, (8, 8), (4,)),
     "other shapes": (
         lambda x, w, u: rs((x @ w).reshape(12, 4) + x.reshape(12, 4) @ u),
-        "have different shapes",
-        *(X2, (8, 8), (4, 4)),
+        *("have different shapes", X2, (8, 8), (4, 4)),
     ),
     "no product": (lambda a, r: rs(a + r), f"{ADDS} matrix product", (6,), (6,)),
     "no product, broadcast": (lambda a, b: rs(a + b), "of another shape", (6, 1), (5,)),
@@ -167,8 +155,7 @@ SCATTERS: dict[str, tuple[Any, ...]] = {
     "reordered": (reordered, f"add (add.Tensor) {ADDS}", X2, W8, (5, 6)),
     "infinity": (
         lambda x, w: rs(torch.add(x @ w, x @ w, alpha=float("inf"))),
-        "multiplies what it adds by inf",
-        *(X2, W8),
+        *("multiplies what it adds by inf", X2, W8),
     ),
     "column": (lambda x, w, b: rs(x @ w + b), "of another shape", X2, W8, (6, 1)),
     "bias of columns": (of_columns, "other columns", X2, (8, 4), (4,)),
@@ -178,13 +165,11 @@ SCATTERS: dict[str, tuple[Any, ...]] = {
     "seven rows": (lambda x, w: rs(x @ w), "no multiple of 2 ranks", (7, 8), W8),
     "another dtype": (
         lambda x, w: rs(torch.mm(x, w, out_dtype=torch.float32)),
-        "another dtype than its operands",
-        *WIDE,
+        *("another dtype than its operands", *WIDE),
     ),
     "another dtype, gathered": (
         lambda x, w: torch.mm(ag(x), w, out_dtype=torch.float32),
-        "mm.dtype): it has another dtype",
-        *WIDE,
+        *("mm.dtype): it has another dtype", *WIDE),
     ),
 }
 
@@ -206,11 +191,7 @@ COLLECTIVES: dict[str, tuple[Any, ...]] = {
     "another reduction": (lambda x: ar(x.sin(), "product"), "it reduces by 'product'", X2),
     "coalesced": (coalesced, "of which number 1: nobody waits for it", X2, W8),
     "nobody waits": (lambda x, w: gathering(x @ w), "nobody waits", X2, W8),
-    "given memory": (
-        into_given_memory,
-        "it writes into out_1 (placeholder), which others may use",
-        *(X2, W8, (12, 8)),
-    ),
+    "given memory": (into_given_memory, "writes into out_1 (placeholder), which others", X2, W8, (12, 8)),
     "used without waiting": (used_without_waiting, "used without waiting, by add", X2, W8),
     "number of ranks": (lambda x, w: ag(x, 4) @ w, "for 4 ranks, the group has 2", X2, W8),
 }

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 EXAMPLES = str(Path(__file__).parents[4] / "examples")
-WORLD, LAYERS = 2, 2
+WORLD, LAYERS, VOCABULARY = 2, 2, 96
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,29 @@ def selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+def models(batch: int, seq: int) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    """A Llama, the same one in float64, and that one's rotary tables."""
+    sys.path.insert(0, EXAMPLES)
+    from llama_model import Llama, Sizes, rotary_tables
+
+    torch.manual_seed(os.getppid())
+    small: dict[str, int] = {"vocabulary": VOCABULARY, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
+    sizes = Sizes(layers=LAYERS, seq=seq, batch=batch, dtype="float32", **small)
+    exact, model = Llama(sizes).double(), Llama(sizes)
+    model.load_state_dict(exact.state_dict())
+    return model, exact, rotary_tables(sizes, torch.device("cpu"))
+
+
 def step(model: Any, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens, cos, sin).flatten(0, 1), labels.flatten())
 
 
 def train(rank: int, world: int, case: Case, codegen: bool) -> Outcome:
-    sys.path.insert(0, EXAMPLES)
-    from llama_model import Llama, Sizes, rotary_tables, shard
+    model, exact, tables = models(2, 10)
+    from llama_model import shard
 
-    torch.manual_seed(os.getppid())
-    sizes = Sizes(
-        layers=LAYERS, vocabulary=96, dim=32, heads=4, kv_heads=2, hidden=48, seq=10, batch=2, dtype="float32"
-    )
-    exact, model = Llama(sizes).double(), Llama(sizes)
-    model.load_state_dict(exact.state_dict())
-    tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq + 1))
+    tokens = torch.randint(VOCABULARY, (2, 11))
     given = tokens[:, :-1], tokens[:, 1:]
-    tables = rotary_tables(sizes, torch.device("cpu"))
     step(exact, *given, *tables).backward()
 
     shard(model, init_device_mesh("cpu", (world,)), case.sequence, case.loss)

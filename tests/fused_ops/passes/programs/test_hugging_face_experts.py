@@ -93,7 +93,7 @@ def train(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
         return p.outcome()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "Mixtral"])  # it infers by rows
 def test_inference(tmp_path: Path, kind: str) -> None:
     more, fused, said = MODELS[kind]
     found = outcomes(infer, WORLD, saved(tmp_path, kind, **more), False)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from compiled import CODEGEN, Outcome, check, outcomes, program
+from test_dtensor_llama import VOCABULARY, models
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-EXAMPLES = str(Path(__file__).parents[4] / "examples")
 RANKS, TENSOR, DATA = 4, 2, 2
 
 
@@ -26,18 +24,10 @@ def mesh_of_both() -> DeviceMesh:
 
 def fsdp(rank: int, world: int, codegen: bool) -> Outcome:
     """Each block is sharded by parallelize_module, compiled, and sharded by FSDP2, as torchtitan does it."""
-    sys.path.insert(0, EXAMPLES)
-    from llama_model import Llama, Sizes, rotary_tables, shard
+    model, exact, tables = models(4, 6)
+    from llama_model import shard
 
-    torch.manual_seed(os.getppid())
-    sizes = Sizes(
-        layers=2, vocabulary=96, dim=32, heads=4, kv_heads=2, hidden=48, seq=6, batch=4, dtype="float32"
-    )
-    exact, model = Llama(sizes).double(), Llama(sizes)
-    model.load_state_dict(exact.state_dict())
-    tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq))
-    tables = rotary_tables(sizes, torch.device("cpu"))
-    grad = torch.randn(sizes.batch, sizes.seq, sizes.vocabulary)
+    tokens, grad = torch.randint(VOCABULARY, (4, 6)), torch.randn(4, 6, VOCABULARY)
     want = exact(tokens, *tables)
     want.backward(grad.double())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,85 +36,67 @@ def lora_by_layers(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 X, W, A, B = (12, 8), (8, 6), (8, 2), (2, 6)
 TWO = (X, W, X, W)
-# The function, its inputs' shapes, the op, and what the report says of it.
-FORMS: dict[str, tuple[Fn, tuple[Shape, ...], str, str]] = {
-    "LoRA, scattered": (lora, (X, W, A, B), RS, "2 products, summed as one, multiplied by 1, 0.25"),
-    "LoRA, reduced": (lora_by_layers, (X, W, A, B), MAR, "2 products, summed as one, multiplied by 3, 1"),
-    "twice": (lambda x, w: scatter(2 * (x @ w)), (X, W), RS, "1 product, multiplied by 2"),
-    "halved": (lambda x, w: scatter((x @ w) / 2), (X, W), RS, "1 product, multiplied by 0.5"),
-    "a third, columns": (
-        lambda x, w: scatter((x @ w) / 3, 1),
-        (X, W),
-        RS,
-        "1 product, multiplied by 0.333333",
-    ),
-    "minus": (lambda x, w: ar(-(x @ w)), (X, W), MAR, "1 product, multiplied by -1"),
-    "minus twice": (lambda x, w: ar(-((x @ w) * -1)), (X, W), MAR, "1 product"),
-    "difference": (
-        lambda x, w, y, v: scatter(x @ w - y @ v),
-        TWO,
-        RS,
-        "2 products, summed as one, multiplied by 1, -1",
-    ),
+#: The shapes of inputs, by their names.
+OPERANDS: dict[str, Shape] = {
+    "x": X,
+    "y": X,
+    "w": W,
+    "v": W,
+    "a": A,
+    "b": B,
+    "s": (),
+    "bias": (6,),
+    "rows": (24, 6),
+    "batch": (2, 3, 8),
+    "long": (5, 16),
+}
+ONE, SUM = "1 product, multiplied by", "2 products, summed as one, multiplied by"
+# The function, the op, and what the report says of it.
+FORMS: dict[str, tuple[Fn, str, str]] = {
+    "LoRA, scattered": (lora, RS, f"{SUM} 1, 0.25"),
+    "LoRA, reduced": (lora_by_layers, MAR, f"{SUM} 3, 1"),
+    "twice": (lambda x, w: scatter(2 * (x @ w)), RS, f"{ONE} 2"),
+    "halved": (lambda x, w: scatter((x @ w) / 2), RS, f"{ONE} 0.5"),
+    "a third, columns": (lambda x, w: scatter((x @ w) / 3, 1), RS, f"{ONE} 0.333333"),
+    "minus": (lambda x, w: ar(-(x @ w)), MAR, f"{ONE} -1"),
+    "minus twice": (lambda x, w: ar(-((x @ w) * -1)), MAR, "1 product"),
+    "difference": (lambda x, w, y, v: scatter(x @ w - y @ v), RS, f"{SUM} 1, -1"),
     "a share of a difference": (
         lambda x, w, y, v: ar(0.5 * (x @ w) - (x @ w + y @ v) * 0.5),
-        TWO,
-        MAR,
-        "3 products, summed as one, multiplied by 0.5, -0.5",
+        *(MAR, SUM.replace("2", "3") + " 0.5, -0.5"),
     ),
-    "half of a sum": (
-        lambda x, w, y, v: scatter(0.5 * (x @ w + y @ v)),
-        TWO,
-        RS,
-        "2 products, summed as one, multiplied by 0.5",
-    ),
+    "half of a sum": (lambda x, w, y, v: scatter(0.5 * (x @ w + y @ v)), RS, f"{SUM} 0.5"),
     "alpha of a difference": (
         lambda x, w, y, v: scatter(torch.sub(x @ w, y @ v, alpha=3)),
-        TWO,
-        RS,
-        "2 products, summed as one, multiplied by 1, -3",
+        *(RS, f"{SUM} 1, -3"),
     ),
     "addmm": (
         lambda x, w, y, v: scatter(torch.addmm(x @ w, y, v, beta=2, alpha=-0.5)),
-        TWO,
-        RS,
-        "2 products, summed as one, multiplied by 2, -0.5",
+        *(RS, f"{SUM} 2, -0.5"),
     ),
-    "bias": (
-        lambda x, w, b: scatter(2 * (x @ w + b)),
-        (X, W, (6,)),
-        RS,
-        "1 product, multiplied by 2, 1 added vector",
-    ),
+    "bias": (lambda x, w, bias: scatter(2 * (x @ w + bias)), RS, f"{ONE} 2, 1 added vector"),
     "bias alone": (
-        lambda x, w, b: scatter(torch.addmm(b, x, w, beta=3)),
-        (X, W, (6,)),
-        RS,
-        "1 product, 1 added vector",
+        lambda x, w, bias: scatter(torch.addmm(bias, x, w, beta=3)),
+        *(RS, "1 product, 1 added vector"),
     ),
     "after a cast": (
         lambda x, w: scatter((x.bfloat16() @ w.bfloat16()).float() * 0.1, 1),
-        (X, W),
-        RS,
-        "1 product, multiplied by 0.1",
+        *(RS, f"{ONE} 0.1"),
     ),
-    "gathered": (lambda x, w: gather(x) * 1.5 @ w, (X, W), AG, "1 product"),
-    "gathered, along 1": (lambda x, w: (gather(x, 1) / 1.5) @ w, ((2, 3, 8), W), AG, "1 product"),
-    "gathered, minus, cast": (lambda x, w: (-gather(x)).bfloat16() @ w.bfloat16(), (X, W), AG, "1 product"),
-    "gathered, returned": (
-        lambda x, w: ((y := gather(x) * 2) @ w, y.sin()),
-        (X, W),
-        AG,
-        "1 product, A returned",
-    ),
+    "gathered": (lambda x, w: gather(x) * 1.5 @ w, AG, "1 product"),
+    "gathered, along 1": (lambda batch, w: (gather(batch, 1) / 1.5) @ w, AG, "1 product"),
+    "gathered, minus, cast": (lambda x, w: (-gather(x)).bfloat16() @ w.bfloat16(), AG, "1 product"),
+    "gathered, returned": (lambda x, w: ((y := gather(x) * 2) @ w, y.sin()), AG, "1 product, A returned"),
     "gathered, addmm": (
-        lambda x, w, r: torch.addmm(r, gather(x), w, beta=0.5, alpha=3),
-        (X, W, (24, 6)),
-        AG,
-        "1 product",
+        lambda x, w, rows: torch.addmm(rows, gather(x), w, beta=0.5, alpha=3),
+        *(AG, "1 product"),
     ),
-    "gathered weight": (lambda x, w: x @ (0.125 * gather(w)), ((5, 16), W), AG, "1 product"),
+    "gathered weight": (lambda long, w: long @ (0.125 * gather(w)), AG, "1 product"),
 }
+
+
+def drawn(fn: Fn, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(OPERANDS[name], dtype=dtype) for name in inspect.signature(fn).parameters]
 
 
 def only(fn: Fn, *shapes: Shape, dtype: torch.dtype = torch.float32) -> Seen:
@@ -125,8 +108,8 @@ def only(fn: Fn, *shapes: Shape, dtype: torch.dtype = torch.float32) -> Seen:
     ("name", "dtype"), [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(FORMS)]
 )
 def test_fused(name: str, dtype: torch.dtype) -> None:
-    fn, shapes, op, detail = FORMS[name]
-    (seen,) = captured(fn, *(torch.randn(s, dtype=dtype) for s in shapes), fusion=always())
+    fn, op, detail = FORMS[name]
+    (seen,) = captured(fn, *drawn(fn, dtype), fusion=always())
     assert (seen.fused, seen.entries[0].detail) == ([op], detail), seen.reasons
     check_same(seen, 2)
 
@@ -184,65 +167,40 @@ def test_terms_after_a_factor_stay() -> None:
     check_same(seen, 2)
 
 
-# What is near to a factor: the function, its inputs' shapes and dtype, and why it is left alone.
-HALF, FLOAT = torch.float16, torch.float32
-LEFT: dict[str, tuple[Fn, tuple[Shape, ...], torch.dtype, str]] = {
-    "by zero": (lambda x, w: scatter(0 * (x @ w)), (X, W), FLOAT, "not a matrix product"),
-    "by infinity": (lambda x, w: scatter(float("inf") * (x @ w)), (X, W), FLOAT, "not a matrix product"),
-    "by a tensor": (lambda x, w, s: scatter(s * (x @ w)), (X, W, ()), FLOAT, "not a matrix product"),
-    "rounded to whole numbers": (
-        lambda x, w: scatter(torch.div(x @ w, 2, rounding_mode="floor")),
-        (X, W),
-        FLOAT,
-        "not a matrix product",
-    ),
-    "a number less a product": (lambda x, w: scatter(1 - x @ w), (X, W), FLOAT, ""),
+# What is near to a factor: the function, and why it is left alone; in float16 what ends in it.
+NO = "not a matrix product"
+LEFT: dict[str, tuple[Fn, str]] = {
+    "by zero": (lambda x, w: scatter(0 * (x @ w)), NO),
+    "by infinity": (lambda x, w: scatter(float("inf") * (x @ w)), NO),
+    "by a tensor": (lambda x, w, s: scatter(s * (x @ w)), NO),
+    "rounded to whole numbers": (lambda x, w: scatter(torch.div(x @ w, 2, rounding_mode="floor")), NO),
+    "a number less a product": (lambda x, w: scatter(1 - x @ w), ""),
     "added with alpha 0": (
         lambda x, w, y, v: scatter(torch.add(x @ w, y @ v, alpha=0)),
-        TWO,
-        FLOAT,
         "multiplies what it adds by 0",
     ),
-    "half of float16": (
-        lambda x, w: scatter((x @ w) / 2),
-        (X, W),
-        HALF,
-        "may be too large for torch.float16",
-    ),
-    "LoRA of float16": (lora, (X, W, A, B), HALF, "an operand may then be too large or too small"),
-    "a huge share": (
-        lambda x, w, y, v: scatter(x @ w + 1e9 * (y @ v)),
-        TWO,
-        FLOAT,
-        "an operand may be out of range",
-    ),
-    "used without its factor": (
-        lambda x, w: (scatter(2 * (y := x @ w)), y),
-        (X, W),
-        FLOAT,
-        "is also used by",
-    ),
-    "used with its factor": (lambda x, w: (scatter(y := 2 * (x @ w)), y), (X, W), FLOAT, "is also used by"),
+    "half of float16": (lambda x, w: scatter((x @ w) / 2), "may be too large for torch.float16"),
+    "LoRA of float16": (lora, "an operand may then be too large or too small"),
+    "a huge share": (lambda x, w, y, v: scatter(x @ w + 1e9 * (y @ v)), "an operand may be out of range"),
+    "used without its factor": (lambda x, w: (scatter(2 * (y := x @ w)), y), "is also used by"),
+    "used with its factor": (lambda x, w: (scatter(y := 2 * (x @ w)), y), "is also used by"),
     "gathered, used without": (
         lambda x, w: (2 * (y := gather(x)) @ w, y.sum()),
-        (X, W),
-        FLOAT,
         "before it is cast or multiplied",
     ),
     "gathered, addmm by 0": (
-        lambda x, w, r: torch.addmm(r, gather(x), w, beta=0),
-        (X, W, (24, 6)),
-        FLOAT,
+        lambda x, w, rows: torch.addmm(rows, gather(x), w, beta=0),
         "it scales by 1 and 0",
     ),
-    "gathered, by a tensor": (lambda x, w, s: (s * gather(x)) @ w, (X, W, ()), FLOAT, "no matrix product"),
+    "gathered, by a tensor": (lambda x, w, s: (s * gather(x)) @ w, "no matrix product"),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone(name: str) -> None:
-    fn, shapes, dtype, reason = LEFT[name]
-    seen = only(fn, *shapes, dtype=dtype)
+    fn, reason = LEFT[name]
+    given = drawn(fn, torch.float16 if name.endswith("float16") else torch.float32)
+    seen = applied(traced(fn, *given), always())
     assert seen.fused == [None]
     assert reason in seen.reasons, seen.reasons
     assert str(seen.after) == str(seen.before)
@@ -250,6 +208,6 @@ def test_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("fn", [lambda x, w: scatter(2 * (x @ w)), lambda x, w: scatter(-(x @ w))])
 def test_float16_that_stays_in_range(fn: Fn) -> None:
-    seen = only(fn, X, W, dtype=HALF)
+    seen = only(fn, X, W, dtype=torch.float16)
     assert seen.fused == [RS], seen.reasons
     check_same(seen, 2)

@@ -6,24 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scaled_graphs as scaled
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from graphs import AG, Seen, applied, captured, check_same, gather, scatter, traced
-from scaled_graphs import (
-    AGS,
-    BF16,
-    E4M3,
-    SRS,
-    ScaledRanks,
-    all_reduce,
-    by_blocks,
-    by_rows,
-    by_scale,
-    scale_of,
-    times,
-    whole_amax,
-)
 from torch import Tensor
 
 WORLD = 2
@@ -31,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("two")
 
 
 def bf16(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(BF16)
+    return torch.randn(*shape).to(scaled.BF16)
 
 
 def fp8(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(E4M3)
+    return torch.randn(*shape).to(scaled.E4M3)
 
 
 def one() -> Tensor:
@@ -44,108 +31,108 @@ def one() -> Tensor:
 
 def whole_after(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x)
-    scale = scale_of(whole_amax(g))
-    return times(by_scale(g, scale), w, scale.reciprocal(), ws)
+    scale = scaled.scale_of(scaled.whole_amax(g))
+    return scaled.times(scaled.by_scale(g, scale), w, scale.reciprocal(), ws)
 
 
 def whole_of_shard(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    scale = scale_of(whole_amax(x))
-    return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+    scale = scaled.scale_of(scaled.whole_amax(x))
+    return scaled.times(scaled.by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
 
 def summed_over_ranks(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    scale = scale_of(all_reduce(whole_amax(x), "sum"))
-    return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+    scale = scaled.scale_of(scaled.all_reduce(scaled.whole_amax(x), "sum"))
+    return scaled.times(scaled.by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
 
 def reduced_after(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     """The maximum is taken over ranks, but of what is gathered: it is there too late."""
     g = gather(x)
-    scale = scale_of(all_reduce(whole_amax(g)))
-    return times(by_scale(g, scale), w, scale.reciprocal(), ws)
+    scale = scaled.scale_of(scaled.all_reduce(scaled.whole_amax(g)))
+    return scaled.times(scaled.by_scale(g, scale), w, scale.reciprocal(), ws)
 
 
 def twice(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x)
-    (a, sa), (b, sb) = by_rows(g), by_rows(g, power_of_two=True)
-    return times(a, w, sa, ws) + times(b, w, sb, ws)
+    (a, sa), (b, sb) = scaled.by_rows(g), scaled.by_rows(g, power_of_two=True)
+    return scaled.times(a, w, sa, ws) + scaled.times(b, w, sb, ws)
 
 
 def also_used(x: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
     g = gather(x)
-    q, s = by_rows(g)
-    return times(q, w, s, ws), g.float().sum()
+    q, s = scaled.by_rows(g)
+    return scaled.times(q, w, s, ws), g.float().sum()
 
 
 def scales_also_used(x: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
-    q, s = by_rows(gather(x))
-    return times(q, w, s, ws), s
+    q, s = scaled.by_rows(gather(x))
+    return scaled.times(q, w, s, ws), s
 
 
 def history(x: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
     g = gather(x)
     amax = g.abs().amax(-1, keepdim=True)
-    scale = scale_of(amax)
-    return times(by_scale(g, scale), w, scale.reciprocal(), ws), amax
+    scale = scaled.scale_of(amax)
+    return scaled.times(scaled.by_scale(g, scale), w, scale.reciprocal(), ws), amax
 
 
 def columns_by_rows(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    q, s = by_rows(gather(x, 1))
-    return times(q, w, s, ws)
+    q, s = scaled.by_rows(gather(x, 1))
+    return scaled.times(q, w, s, ws)
 
 
 def columns_with_given_rows(x: Tensor, s: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    return times(gather(x, 1), w, s, ws)
+    return scaled.times(gather(x, 1), w, s, ws)
 
 
 def smoothed(x: Tensor, by: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    q, s = by_rows(gather(x) * by)
-    return times(q, w, s, ws)
+    q, s = scaled.by_rows(gather(x) * by)
+    return scaled.times(q, w, s, ws)
 
 
 def by_an_element(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     """Of the shard, which is no scale that all ranks have."""
     scale = x[0, 0].float()
-    return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+    return scaled.times(scaled.by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
 
 def five(x: Tensor, ws: Tensor, *w: Tensor) -> list[Tensor]:
-    q, s = by_rows(gather(x))
-    return [times(q, each, s, ws) for each in w]
+    q, s = scaled.by_rows(gather(x))
+    return [scaled.times(q, each, s, ws) for each in w]
 
 
 def other_rows(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x, 1)
-    q, s = by_rows(g)
-    return times(q.flatten(0, 1), w, s.transpose(0, 1).flatten(0, 1).contiguous(), ws)
+    q, s = scaled.by_rows(g)
+    return scaled.times(q.flatten(0, 1), w, s.transpose(0, 1).flatten(0, 1).contiguous(), ws)
 
 
 def flipped(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    q, s = by_rows(gather(x))
-    return times(q, w, s.flip(0), ws)
+    q, s = scaled.by_rows(gather(x))
+    return scaled.times(q, w, s.flip(0), ws)
 
 
 def summed_rows(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x)
-    scale = scale_of(g.abs().float().mean(-1, keepdim=True))
-    return times(by_scale(g, scale), w, scale.reciprocal(), ws)
+    scale = scaled.scale_of(g.abs().float().mean(-1, keepdim=True))
+    return scaled.times(scaled.by_scale(g, scale), w, scale.reciprocal(), ws)
 
 
 def quantised_result(x: Tensor, s: Tensor, w: Tensor, ws: Tensor, rs: Tensor) -> Tensor:
-    return times(gather(x), w, s, ws, out_dtype=E4M3, scale_result=rs).to(BF16)
+    return scaled.times(gather(x), w, s, ws, out_dtype=scaled.E4M3, scale_result=rs).to(scaled.BF16)
 
 
 def result_scale(x: Tensor, s: Tensor, w: Tensor, ws: Tensor, rs: Tensor) -> Tensor:
-    return times(gather(x), w, s, ws, scale_result=rs)
+    return scaled.times(gather(x), w, s, ws, scale_result=rs)
 
 
 def right_operand(x: Tensor, q: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return times(q, gather(x), s, ws)
+    return scaled.times(q, gather(x), s, ws)
 
 
 def dropped(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-    q, s = by_rows(torch.nn.functional.dropout(gather(x), 0.5))
-    return times(q, w, s, ws)
+    q, s = scaled.by_rows(torch.nn.functional.dropout(gather(x), 0.5))
+    return scaled.times(q, w, s, ws)
 
 
 def of(fn: Callable[..., Any], words: str, *inputs: Tensor) -> Any:
@@ -197,7 +184,7 @@ def test_gathers_left_alone(fn: Callable[..., Any], inputs: tuple[Tensor, ...], 
 
 def check_left(seen: Seen, words: str) -> None:
     """Nothing of a product is fused, and the reason has these words."""
-    assert not {AGS, SRS} & {*seen.fused}
+    assert not {scaled.AGS, scaled.SRS} & {*seen.fused}
     reasons = [e.reason for e in seen.entries if "all_reduce" not in e.collective]
     assert any(words in reason for reason in reasons), reasons
     assert seen.count("aten::_scaled_mm") > 0
@@ -208,12 +195,12 @@ def test_a_plain_product_beside_takes_the_gather() -> None:
 
     def fn(x: Tensor, w: Tensor, ws: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         g = gather(x)
-        q, s = by_rows(g)
-        return times(q, w, s, ws), g @ v
+        q, s = scaled.by_rows(g)
+        return scaled.times(q, w, s, ws), g @ v
 
     (seen,) = captured(fn, bf16(5, 32), fp8(48, 32), torch.rand(1, 48), bf16(32, 16))
     assert seen.fused == [AG]
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 @pytest.mark.parametrize("of_scales", [False, True])
@@ -223,15 +210,15 @@ def test_another_group(of_scales: bool) -> None:
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
         if of_scales:
-            q, s = by_rows(x)
-            return times(gather(q), w, funcol.all_gather_tensor(s, 0, other), ws)
-        scale = scale_of(funcol.all_reduce(whole_amax(x), "max", other))
-        return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+            q, s = scaled.by_rows(x)
+            return scaled.times(gather(q), w, funcol.all_gather_tensor(s, 0, other), ws)
+        scale = scaled.scale_of(funcol.all_reduce(scaled.whole_amax(x), "max", other))
+        return scaled.times(scaled.by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
     (seen,) = captured(fn, bf16(5, 32), fp8(48, 32), torch.rand(1, 48) if of_scales else one(), runs=False)
     if of_scales:  # those of all rows are there, as a scale of each row
-        assert seen.fused.count(AGS) <= 1
-        check_same(seen, WORLD, ScaledRanks(WORLD))
+        assert seen.fused.count(scaled.AGS) <= 1
+        check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
     else:
         check_left(seen, "of no maximum over the ranks")
 
@@ -242,7 +229,7 @@ def test_what_is_written_between() -> None:
             torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "0")
         )
         torch.ops.aten.mul_.Tensor(s, 2.0)
-        return torch.ops.aten._scaled_mm.default(g, w.t(), s, ws, None, None, BF16, True)
+        return torch.ops.aten._scaled_mm.default(g, w.t(), s, ws, None, None, scaled.BF16, True)
 
     seen = applied(traced(fn, fp8(5, 32), fp8(48, 32), one(), one()))
     check_left(seen, "writes to memory before")
@@ -253,7 +240,7 @@ def test_a_right_operand_of_the_wrong_order() -> None:
         g = torch.ops._c10d_functional.wait_tensor(
             torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "0")
         )
-        return torch.ops.aten._scaled_mm.default(g, w, s, ws, None, None, BF16, True)
+        return torch.ops.aten._scaled_mm.default(g, w, s, ws, None, None, scaled.BF16, True)
 
     seen = applied(traced(fn, fp8(5, 32), fp8(32, 48), one(), one()))
     check_left(seen, "is not column-major")
@@ -265,56 +252,58 @@ def test_other_bounds_are_kept(bound: float) -> None:
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
         g = gather(x)
-        scale = scale_of(g.abs().amax(-1, keepdim=True))
-        q = (g.float() * scale).clamp(-bound, bound / 2).to(E4M3)
-        return times(q, w, scale.reciprocal(), ws)
+        scale = scaled.scale_of(g.abs().amax(-1, keepdim=True))
+        q = (g.float() * scale).clamp(-bound, bound / 2).to(scaled.E4M3)
+        return scaled.times(q, w, scale.reciprocal(), ws)
 
     (seen,) = captured(fn, bf16(5, 32), fp8(48, 32), torch.rand(1, 48), runs=False)
-    assert seen.fused == [AGS]
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    assert seen.fused == [scaled.AGS]
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def test_each_product_keeps_its_accumulation_and_dtype() -> None:
     def fn(x: Tensor, v: Tensor, vs: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
-        q, s = by_rows(gather(x))
-        return times(q, v, s, vs), times(q, w, s, ws, use_fast_accum=False, out_dtype=torch.float32)
+        q, s = scaled.by_rows(gather(x))
+        return scaled.times(q, v, s, vs), scaled.times(
+            q, w, s, ws, use_fast_accum=False, out_dtype=torch.float32
+        )
 
     inputs = bf16(5, 32), fp8(48, 32), torch.rand(1, 48), fp8(16, 32), torch.rand(1, 16)
     (seen,) = captured(fn, *inputs)
     (op,) = seen.after.find_nodes(
         op="call_function", target=torch.ops.weft.fused_all_gather_scaled_matmul.default
     )
-    assert op.args[8:10] == ([BF16, torch.float32], [True, False])
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    assert op.args[8:10] == ([scaled.BF16, torch.float32], [True, False])
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def product_used(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
-    y = times(x, w, s, ws)
+    y = scaled.times(x, w, s, ws)
     return scatter(y), y
 
 
 def multiplied(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws) * 0.5)
+    return scatter(scaled.times(x, w, s, ws) * 0.5)
 
 
 def widened(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws).float())
+    return scatter(scaled.times(x, w, s, ws).float())
 
 
 def fp8_cast(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws, out_dtype=E4M3).to(BF16))
+    return scatter(scaled.times(x, w, s, ws, out_dtype=scaled.E4M3).to(scaled.BF16))
 
 
 def two_products(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws) + times(x, w, ws, s))
+    return scatter(scaled.times(x, w, s, ws) + scaled.times(x, w, ws, s))
 
 
 def added(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws) + ws.to(BF16))
+    return scatter(scaled.times(x, w, s, ws) + ws.to(scaled.BF16))
 
 
 def maximum_scattered(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-    return scatter(times(x, w, s, ws), reduce_op="max")
+    return scatter(scaled.times(x, w, s, ws), reduce_op="max")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +329,7 @@ def test_what_is_rounded_twice_is_left_alone() -> None:
 
     def fn(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
         y = torch.ops.aten._scaled_mm.default(x, w.t(), s, ws, None, None, torch.float32, True)
-        for dtype in (torch.float16, BF16):
+        for dtype in (torch.float16, scaled.BF16):
             y = torch.ops.prims.convert_element_type.default(y, dtype)
         c10d = torch.ops._c10d_functional
         return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, "0"))
@@ -353,8 +342,8 @@ def test_an_unknown_block_scaling_is_left_alone() -> None:
     """B scaled by 1 x 128, for which the ops have no place."""
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_blocks(gather(x))
-        return times(q, w, s, ws, use_fast_accum=False)
+        q, s = scaled.by_blocks(gather(x))
+        return scaled.times(q, w, s, ws, use_fast_accum=False)
 
     (seen,) = captured(fn, bf16(4, 384), fp8(256, 384), torch.rand(3, 256), runs=False)
     check_left(seen, "does not take what it would get")

@@ -6,24 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scaled_graphs as scaled
 import torch
 from graphs import captured, check_same, gather, scatter
-from scaled_graphs import (
-    AGS,
-    BF16,
-    E4M3,
-    E5M2,
-    SRS,
-    ScaledRanks,
-    all_reduce,
-    by_blocks,
-    by_rows,
-    by_scale,
-    saturated,
-    scale_of,
-    times,
-    whole_amax,
-)
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 
@@ -33,25 +18,25 @@ pytestmark = pytest.mark.usefixtures("two")
 
 
 def bf16(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(BF16)
+    return torch.randn(*shape).to(scaled.BF16)
 
 
-def fp8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+def fp8(*shape: int, dtype: torch.dtype = scaled.E4M3) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
 def rows_gathered(**how: Any) -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(gather(x), **how)
-        return times(q, w, s, ws)
+        q, s = scaled.by_rows(gather(x), **how)
+        return scaled.times(q, w, s, ws)
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def sequence_gathered() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(gather(x, 1))
-        y = times(q.flatten(0, 1), w, s.flatten(0, 1), ws)
+        q, s = scaled.by_rows(gather(x, 1))
+        y = scaled.times(q.flatten(0, 1), w, s.flatten(0, 1), ws)
         return y.view(*q.shape[:2], -1)
 
     return fn, (bf16(3, 4, 32), fp8(48, 32), torch.rand(1, 48))
@@ -59,17 +44,17 @@ def sequence_gathered() -> Made:
 
 def rows_of_flat() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(gather(x, 1).flatten(0, 1))
-        return times(q, w, s, ws).view(3, -1, 48)
+        q, s = scaled.by_rows(gather(x, 1).flatten(0, 1))
+        return scaled.times(q, w, s, ws).view(3, -1, 48)
 
     return fn, (bf16(3, 4, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def several() -> Made:
     def fn(x: Tensor, *ws: Tensor) -> list[Tensor]:
-        q, s = by_rows(gather(x))
+        q, s = scaled.by_rows(gather(x))
         return [
-            times(q, w, s, scale, use_fast_accum=fast)
+            scaled.times(q, w, s, scale, use_fast_accum=fast)
             for w, scale, fast in zip(ws[::2], ws[1::2], (True, False), strict=True)
         ]
 
@@ -78,8 +63,8 @@ def several() -> Made:
 
 def biased() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor, b: Tensor) -> Tensor:
-        q, s = by_rows(gather(x))
-        return times(q, w, s, ws, bias=b)
+        q, s = scaled.by_rows(gather(x))
+        return scaled.times(q, w, s, ws, bias=b)
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(1, 48), bf16(48))
 
@@ -88,45 +73,45 @@ def numbers_kept() -> Made:
     """The quantised tensor is used once more, by the gradient of a weight."""
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
-        q, s = by_rows(gather(x))
-        return times(q, w, s, ws), q.to(BF16).t()
+        q, s = scaled.by_rows(gather(x))
+        return scaled.times(q, w, s, ws), q.to(scaled.BF16).t()
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def blocks_gathered() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_blocks(gather(x))
-        return times(q, w, s, ws, use_fast_accum=False)
+        q, s = scaled.by_blocks(gather(x))
+        return scaled.times(q, w, s, ws, use_fast_accum=False)
 
     return fn, (bf16(4, 384), fp8(256, 384), torch.rand(3, 2))
 
 
 def given_scale() -> Made:
     def fn(x: Tensor, s: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        return times(by_scale(gather(x), s.reciprocal()), w, s, ws)
+        return scaled.times(scaled.by_scale(gather(x), s.reciprocal()), w, s, ws)
 
     return fn, (bf16(5, 32), torch.rand(()) + 0.5, fp8(48, 32), torch.rand(()))
 
 
 def one_of_given_scales() -> Made:
     def fn(x: Tensor, s: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        return times(by_scale(gather(x, 1).flatten(0, 1), s[1]), w, s[1].reciprocal(), ws)
+        return scaled.times(scaled.by_scale(gather(x, 1).flatten(0, 1), s[1]), w, s[1].reciprocal(), ws)
 
     return fn, (bf16(2, 3, 32), torch.rand(4) + 0.5, fp8(48, 32), torch.rand(1))
 
 
 def constant_scale() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        return times(saturated(gather(x) * 4.0), w, torch.full((), 0.25), ws)
+        return scaled.times(scaled.saturated(gather(x) * 4.0), w, torch.full((), 0.25), ws)
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(()))
 
 
 def maximum_over_ranks() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        scale = scale_of(all_reduce(whole_amax(x)))
-        return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+        scale = scaled.scale_of(scaled.all_reduce(scaled.whole_amax(x)))
+        return scaled.times(scaled.by_scale(gather(x), scale), w, scale.reciprocal(), ws)
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(()))
 
@@ -135,8 +120,8 @@ def fp8_gathered() -> Made:
     """torchao's Float8ColwiseParallel: what is cast is a shard, with the maximum of all shards."""
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        scale = scale_of(all_reduce(whole_amax(x)))
-        y = times(gather(by_scale(x, scale), 1).flatten(0, 1), w, scale.reciprocal(), ws)
+        scale = scaled.scale_of(scaled.all_reduce(scaled.whole_amax(x)))
+        y = scaled.times(gather(scaled.by_scale(x, scale), 1).flatten(0, 1), w, scale.reciprocal(), ws)
         return y.view(2, -1, 48)
 
     return fn, (bf16(2, 3, 32), fp8(48, 32), torch.rand(()))
@@ -146,32 +131,34 @@ def gradient_gathered() -> Made:
     """Of a row-parallel layer: its grads are e5m2."""
 
     def fn(g: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        scale = scale_of(all_reduce(whole_amax(g)), E5M2)
-        return times(gather(by_scale(g, scale, E5M2)), w, scale.reciprocal(), ws, use_fast_accum=False)
+        scale = scaled.scale_of(scaled.all_reduce(scaled.whole_amax(g)), scaled.E5M2)
+        return scaled.times(
+            gather(scaled.by_scale(g, scale, scaled.E5M2)), w, scale.reciprocal(), ws, use_fast_accum=False
+        )
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(()))
 
 
 def scales_gathered_beside() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(x)
-        return times(gather(q), w, gather(s), ws)
+        q, s = scaled.by_rows(x)
+        return scaled.times(gather(q), w, gather(s), ws)
 
     return fn, (bf16(5, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def scales_gathered_before() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        scale = scale_of(x.abs().amax(-1, keepdim=True))
+        scale = scaled.scale_of(x.abs().amax(-1, keepdim=True))
         s = gather(scale, 1).flatten(0, 1).reciprocal()
-        return times(gather(by_scale(x, scale), 1).flatten(0, 1), w, s, ws)
+        return scaled.times(gather(scaled.by_scale(x, scale), 1).flatten(0, 1), w, s, ws)
 
     return fn, (bf16(3, 4, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def columns_gathered() -> Made:
     def fn(x: Tensor, s: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        return times(gather(x, 1), w, s, ws)
+        return scaled.times(gather(x, 1), w, s, ws)
 
     return fn, (fp8(5, 32), torch.rand(()), fp8(48, 64), torch.rand(()))
 
@@ -179,7 +166,7 @@ def columns_gathered() -> Made:
 def gathered_kept() -> Made:
     def fn(x: Tensor, s: Tensor, w: Tensor, ws: Tensor) -> tuple[Tensor, Tensor]:
         q = gather(x, 1)
-        return times(q.flatten(0, 1), w, s, ws), q.flatten(0, 1).t().contiguous()
+        return scaled.times(q.flatten(0, 1), w, s, ws), q.flatten(0, 1).t().contiguous()
 
     return fn, (fp8(3, 4, 32), torch.rand(()), fp8(48, 32), torch.rand(()))
 
@@ -213,18 +200,18 @@ def test_gathers(name: str) -> None:
     fn, inputs = GATHERS[name]()
     (seen,) = captured(fn, *inputs, runs=name != "blocks_gathered")
     gathers = [e for e in seen.entries if "gather" in e.collective]
-    assert {e.fused_into for e in gathers} == {AGS}, seen.reasons
-    assert seen.count(AGS) == 1
+    assert {e.fused_into for e in gathers} == {scaled.AGS}, seen.reasons
+    assert seen.count(scaled.AGS) == 1
     assert not seen.count("aten::_scaled_mm")
     assert not seen.count("_c10d_functional::all_gather_into_tensor")
-    check_same(seen, WORLD, ScaledRanks(WORLD, *[1] * ("given" in name)))
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD, *[1] * ("given" in name)))
 
 
 def product_scattered(dim: int, *lead: int, reduce_op: str = "sum", **more: Any) -> Made:
     """Scattered in the shape [*lead, N]."""
 
     def fn(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-        return scatter(times(x, w, s, ws, **more).view(*lead, -1), dim, reduce_op)
+        return scatter(scaled.times(x, w, s, ws, **more).view(*lead, -1), dim, reduce_op)
 
     m = 1
     for size in lead:
@@ -234,14 +221,14 @@ def product_scattered(dim: int, *lead: int, reduce_op: str = "sum", **more: Any)
 
 def tensor_wise_scattered() -> Made:
     def fn(x: Tensor, w: Tensor, s: Tensor, ws: Tensor, b: Tensor) -> Tensor:
-        return scatter(times(x, w, s, ws, bias=b).view(2, 4, -1), 1)
+        return scatter(scaled.times(x, w, s, ws, bias=b).view(2, 4, -1), 1)
 
     return fn, (fp8(8, 32), fp8(48, 32), torch.rand(1, 1), torch.rand(()), bf16(48))
 
 
 def cast_and_scattered() -> Made:
     def fn(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
-        return scatter(times(x, w, s, ws, out_dtype=torch.float32).to(BF16))
+        return scatter(scaled.times(x, w, s, ws, out_dtype=torch.float32).to(scaled.BF16))
 
     return fn, (fp8(6, 32), fp8(48, 32), torch.rand(()), torch.rand(()))
 
@@ -250,16 +237,16 @@ def quantised_and_scattered() -> Made:
     """torchao's Float8RowwiseParallel."""
 
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(x.flatten(0, 1))
-        return scatter(times(q, w, s, ws).view(2, 4, -1), 1)
+        q, s = scaled.by_rows(x.flatten(0, 1))
+        return scatter(scaled.times(q, w, s, ws).view(2, 4, -1), 1)
 
     return fn, (bf16(2, 4, 32), fp8(48, 32), torch.rand(1, 48))
 
 
 def blocks_scattered() -> Made:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_blocks(x)
-        return scatter(times(q, w, s, ws, use_fast_accum=False).view(2, 4, -1), 1)
+        q, s = scaled.by_blocks(x)
+        return scatter(scaled.times(q, w, s, ws, use_fast_accum=False).view(2, 4, -1), 1)
 
     return fn, (bf16(8, 384), fp8(256, 384), torch.rand(3, 2))
 
@@ -282,25 +269,25 @@ SCATTERS: dict[str, Callable[[], Made]] = {
 def test_scatters(name: str) -> None:
     fn, inputs = SCATTERS[name]()
     (seen,) = captured(fn, *inputs, runs=name != "blocks")
-    assert seen.fused == [SRS], seen.reasons
+    assert seen.fused == [scaled.SRS], seen.reasons
     assert not seen.count("aten::_scaled_mm")
     assert not seen.count("_c10d_functional::reduce_scatter_tensor")
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def test_scales_of_another_product() -> None:
     """Two products of one gathered tensor, of which the second alone takes the gathered scales: each is entered."""
 
     def fn(x: Tensor, one: Tensor, w: Tensor, ws: Tensor, v: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
-        q, s = by_rows(x)
+        q, s = scaled.by_rows(x)
         s, q = gather(s), gather(q)
-        return times(q, w, one, ws), times(q, v, s, vs)
+        return scaled.times(q, w, one, ws), scaled.times(q, v, s, vs)
 
     inputs = bf16(5, 32), torch.rand(()), fp8(48, 32), torch.rand(()), fp8(16, 32), torch.rand(1, 16)
     (seen,) = captured(fn, *inputs)
-    assert sorted(map(str, seen.fused)) == ["None", AGS]
+    assert sorted(map(str, seen.fused)) == ["None", scaled.AGS]
     assert all(e.fused_into or e.reason for e in seen.entries)
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 @pytest.mark.parametrize(
@@ -310,20 +297,20 @@ def test_sizes_that_change(name: str) -> None:
     fn, (x, *others) = GATHERS[name]()
     torch._dynamo.mark_dynamic(x, x.dim() - 2)
     (seen,) = captured(fn, x, *others, dynamic=True)
-    assert AGS in seen.fused, seen.reasons
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    assert scaled.AGS in seen.fused, seen.reasons
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def test_scatters_of_sizes_that_change() -> None:
     def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
-        q, s = by_rows(x.flatten(0, 1))
-        return scatter(times(q, w, s, ws).view(*x.shape[:2], -1), 1)
+        q, s = scaled.by_rows(x.flatten(0, 1))
+        return scatter(scaled.times(q, w, s, ws).view(*x.shape[:2], -1), 1)
 
     x = bf16(2, 8, 32)
     torch._dynamo.mark_dynamic(x, 0)
     (seen,) = captured(fn, x, fp8(48, 32), torch.rand(1, 48), dynamic=True)
-    assert seen.fused == [SRS], seen.reasons
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    assert seen.fused == [scaled.SRS], seen.reasons
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def test_fp8_alone() -> None:
@@ -331,26 +318,26 @@ def test_fp8_alone() -> None:
     for fusion, op in ((FusionPass(agree=False, collectives=False), None), (FusionPass(agree=False), GATHER)):
         (seen,) = captured(lambda x: gather(x).float(), fp8(5, 32), fusion=fusion, runs=False)
         assert seen.fused == [op], seen.reasons
-        check_same(seen, WORLD, ScaledRanks(WORLD))
+        check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def second(q: Tensor, w: Tensor, s: Tensor, ws: Tensor, kind: tuple[int, int]) -> Tensor:
     """As torch.nn.functional.scaled_mm calls it."""
     swizzle = [1] * (kind[0] == 3)
     how = [s], [kind[0]], swizzle, [ws], [kind[1]], swizzle
-    return torch.ops.aten._scaled_mm_v2(q, w.t(), *how, None, BF16, [], True)
+    return torch.ops.aten._scaled_mm_v2(q, w.t(), *how, None, scaled.BF16, [], True)
 
 
 def test_torchs_second_spelling() -> None:
     def fn(x: Tensor, w: Tensor, ws: Tensor, v: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
-        q, s = by_rows(gather(x))
-        h, hs = by_rows(x)
+        q, s = scaled.by_rows(gather(x))
+        h, hs = scaled.by_rows(x)
         return second(q, w, s, ws, (1, 1)), scatter(second(h, v, hs, vs, (1, 1)))
 
     inputs = bf16(6, 32), fp8(48, 32), torch.rand(1, 48), fp8(16, 32), torch.rand(1, 16)
     (seen,) = captured(fn, *inputs)
-    assert seen.fused == [AGS, SRS], seen.reasons
-    check_same(seen, WORLD, ScaledRanks(WORLD))
+    assert seen.fused == [scaled.AGS, scaled.SRS], seen.reasons
+    check_same(seen, WORLD, scaled.ScaledRanks(WORLD))
 
 
 def test_torchs_second_spelling_of_other_scales() -> None:
