@@ -34,7 +34,7 @@ def uncounting_backend(group: ProcessGroup) -> str | None:
     return None
 
 
-def count_replays(graphs: type = torch.cuda.CUDAGraph) -> None:
+def count_replays(graphs: Any = torch.cuda.CUDAGraph) -> None:
     """From here on CUDA graphs count as they run. Those that were captured before count as the backend has them."""
     capture_begin, capture_end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
 
