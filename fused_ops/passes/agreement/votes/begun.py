@@ -48,7 +48,7 @@ def count_replays(graphs: Any = torch.cuda.CUDAGraph) -> None:
         try:
             capture_end(graph)
         finally:
-            before = _held.pop(graph, {})
+            before: Any = _held.pop(graph, {})
             held: _Counts = WeakKeyDictionary()
             for group, count in _counts().items():
                 if count != before.get(group, count):
