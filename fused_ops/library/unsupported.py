@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..ops.gradients import refuse_batch
+
 
 def refuse_unsupported(lib: torch.library.Library, op: str) -> None:
     """Register what says so, for an op of weft that ``lib`` defines."""
@@ -29,6 +31,12 @@ def refuse_derivative_in_transform(op: str) -> None:
         )
 
 
+def refuse_transform(name: str) -> None:
+    """By what is made of torch.autograd.Functions, before torch asks the caller to change these."""
+    if not torch.compiler.is_compiling():
+        refuse_derivative_in_transform(name)
+
+
 def _refuse_dtensor(op: str) -> Callable[..., NoReturn]:
     def call(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
         raise TypeError(f"{op}: is given a DTensor, must be given what this rank holds of it: its to_local()")
@@ -38,9 +46,6 @@ def _refuse_dtensor(op: str) -> Callable[..., NoReturn]:
 
 def _refuse_batch(op: str) -> Callable[..., NoReturn]:
     def call(*args: Any, **named: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{op}: has no rule for vmap (nor for is_grads_batched); call it once with the batch as a dimension of its "
-            "tensors, or once for each element on all ranks"
-        )
+        refuse_batch(op)
 
     return call

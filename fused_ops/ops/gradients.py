@@ -14,6 +14,10 @@ from ..dispatch.choice import Choice
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+# Of is_grads_batched, and of torch.func.vmap.
+_BATCHES = DispatchKeySet(torch._C._parse_dispatch_key("Batched")) | DispatchKeySet(
+    DispatchKey.FuncTorchBatched
+)
 _collectives = torch.ops._c10d_functional
 #: Why an op that writes its result to a given tensor has no gradient.
 INTO = " where the result is written to a given tensor"
@@ -88,6 +92,13 @@ def refuse_second_gradient(op: str) -> None:
         )
 
 
+def refuse_batch(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what}: has no rule for vmap (nor for is_grads_batched); call it once with the batch as a dimension of its "
+        "tensors, or once for each element on all ranks"
+    )
+
+
 def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
     """As the ops, which cast nothing where autocast is on."""
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
@@ -102,7 +113,8 @@ def product_beside(choice: Choice, A: Tensor, B: Tensor) -> Tensor:
 
 
 def flat_rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2)
+    # Not flatten, which ``is_grads_batched`` of torch.autograd.grad has no rule for.
+    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
 def is_transposed_matrix(B: Tensor) -> bool:
@@ -121,6 +133,7 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int] | None = None) -> Tensor:
     """Functional, so that it can be traced."""
+    _refuse_batched(grad)
     if counts is not None:
         total = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), "sum", group_name))
         return total.split([*counts], dim)[resolve_group(group_name).rank()].clone()
@@ -131,8 +144,15 @@ def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int
 
 def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
     """The same, of ``size`` ranks."""
+    _refuse_batched(x)
     whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
     return _collectives.wait_tensor(whole).movedim(0, dim)
+
+
+def _refuse_batched(x: Tensor) -> None:
+    # torch's own loop over a batch copies what has not been waited for.
+    if not torch.compiler.is_compiling() and (torch._C._dispatch_keys(x) & _BATCHES).raw_repr():
+        refuse_batch("a gradient's collective")
 
 
 class SumGradient(torch.autograd.Function):
