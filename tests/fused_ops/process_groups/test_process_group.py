@@ -164,6 +164,9 @@ def test_what_would_be_written_twice_is_refused_before_anything_is_sent(rank: in
         y = x.clone()
         dist.all_reduce(y, group=group)  # the group is as it was
         close("all_reduce", y, want, BOUND[torch.float32], gather(x))
+    negated = torch._neg_view(-x)  # over gloo it stays as it was
+    dist.all_reduce(negated, group=group)
+    close("all_reduce", negated, want, BOUND[torch.float32], gather(x))
 
 
 @on_ranks(2)
