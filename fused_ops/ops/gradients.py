@@ -14,10 +14,8 @@ from ..dispatch.choice import Choice
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-# Of is_grads_batched, and of torch.func.vmap.
-_BATCHES = DispatchKeySet(torch._C._parse_dispatch_key("Batched")) | DispatchKeySet(
-    DispatchKey.FuncTorchBatched
-)
+_BATCH: Any = torch._C._parse_dispatch_key("Batched")  # of is_grads_batched; torch.func.vmap has another one
+_BATCHES = DispatchKeySet(_BATCH) | DispatchKeySet(DispatchKey.FuncTorchBatched)
 _collectives = torch.ops._c10d_functional
 #: Why an op that writes its result to a given tensor has no gradient.
 INTO = " where the result is written to a given tensor"
