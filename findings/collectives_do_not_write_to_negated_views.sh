@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Collectives into a tensor that is the imaginary part of a conjugate, which PyTorch keeps as a view with a mark that its
-# numbers count with the other sign. The result is expected there, as in any other tensor; it is left as it was, and
-# nothing says so: the dispatcher hands on a copy without the mark, and no one writes it back. After clone() it is right.
+# Collectives into a tensor that is the imaginary part of a conjugate, which PyTorch keeps as a view with a mark that
+# its numbers count with the other sign. The result is expected there, as in any other tensor; it is left as it was, and
+# nothing says so: the dispatcher hands on a copy without the mark, which nobody writes back. A clone() gets its result.
 #
 # Seen on 2026-11-30 with torch 2.13.0, Python 3.11, on the CPU:
 #   all_reduce: [1.0, 1.0], expected 2
