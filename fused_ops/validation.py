@@ -212,13 +212,17 @@ def validate_matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like
     like_tensor(name, B, like, like_name)
 
 
-def overwritten(name: str, x: torch.Tensor) -> None:
+def not_expanded(name: str, x: torch.Tensor) -> None:
     # torch's own in-place functions refuse the same, but only when the sum is about to be copied. Strides first: sizes
     # may be known at run time alone.
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel():
         raise ValueError(
             f"{name}: is expanded, must have memory of its own for every element to be overwritten"
         )
+
+
+def overwritten(name: str, x: torch.Tensor) -> None:
+    not_expanded(name, x)
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name}: is an inference tensor, must be overwritten in inference mode or be a usual one"

@@ -8,14 +8,13 @@
 
 from .batches import batch_put, batch_signal, batch_wait
 from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
-from .failure.call_check import is_checked, set_checked
 from .failure.flight_dump import flight_record
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
 from .registration.handle import RegisteredTensor
 from .registration.registered import register, unregister
-from .switches import warn_of_unknown_variables
+from .switches import is_checked, set_checked, warn_of_unknown_variables
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..experts_sums import fused_grouped_matmul_all_reduce
 from ..functional import fused_matmul_all_reduce
 from ..ops.experts.grouped_matmul_sums import ALL_REDUCE_OP, SavedProduct
-from ..ops.gradients import SumGradient, all_gather, refuse_second_gradient
+from ..ops.gradients import SumGradient, all_gather, flat_rows, refuse_second_gradient
 
 
 class GatherShards(torch.autograd.Function):
@@ -80,7 +80,7 @@ class MatmulOfWhole(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = None if weight is None else SumOfMatmulsOverRanks.apply(grad, weight.t(), *ctx.group)
         grad_weight = None if x is None else _gradient(grad, SumGradient.apply(x, *ctx.group))
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = flat_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -120,4 +120,4 @@ class OfFirstRank(torch.autograd.Function):
 
 def _gradient(grad: Tensor, x: Tensor) -> Tensor:
     """That of ``weight`` in ``x @ weight^T``, of all rows."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return flat_rows(grad).t() @ flat_rows(x)

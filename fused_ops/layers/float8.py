@@ -28,6 +28,8 @@ from ..collectives import one_shot_all_gather, one_shot_reduce_scatter
 from ..dispatch.plan import on
 from ..dispatch.tensor_guards import needs_no_dispatch
 from ..functional import ReduceOp, one_shot_all_reduce
+from ..library.implement import refuse_transform
+from ..ops.gradients import flat_rows
 from ..scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -243,7 +245,7 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    return x.flatten(0, -2).t().contiguous()
+    return flat_rows(x).t().contiguous()
 
 
 def _gradient_of_weight(
@@ -259,6 +261,7 @@ def _checked(
     named: tuple[str, Tensor], matrices: Mapping[str, Tensor], dim: tuple[str, int], group: Group
 ) -> tuple[int, str]:
     """The dimension, not negative, and the group's name."""
+    refuse_transform("a product in fp8")
     (name, A), (dim_name, given) = named, dim
     validation.float_dtype(name, A)
     for of_B, B in matrices.items():

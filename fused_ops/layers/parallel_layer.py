@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...symm_mem import Group, group_name, resolve_group
 from .. import validation
 from ..library import group_checks
+from ..library.implement import refuse_transform
 
 Factory: TypeAlias = tuple[torch.device | str | None, torch.dtype | None]  # what parameters are made with
 
@@ -123,6 +124,7 @@ class ParallelLayer(nn.Module):
 
     def _check(self, x: Tensor, weight: Tensor, columns: int) -> None:
         group_checks.own_rank(self.group, self.rank, self.world_size)
+        refuse_transform(type(self).__name__)
         validation.tensor("x", x, 1)
         if x.shape[-1] != columns:
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
+from ..ops.gradients import refuse_batch
 from . import compiled, schema
 
 
@@ -28,16 +29,13 @@ def refuse_unsupported(op: str) -> None:
     def refuse_dtensor(*_: Any) -> NoReturn:
         raise TypeError(f"{op}: is given a DTensor, must be given what this rank holds of it: its to_local()")
 
-    def refuse_batch(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{op}: has no rule for vmap (nor for is_grads_batched); call it once with the batch as a dimension of its "
-            "tensors, or once for each element on all ranks"
-        )
+    def refuse_batched(*_: Any, **__: Any) -> NoReturn:
+        refuse_batch(op)
 
     torch.library.register_torch_dispatch(f"weft::{op}", DTensor, refuse_dtensor, lib=schema.lib)
     # Of torch.func.vmap, and of is_grads_batched.
     for key in ("FuncTorchBatched", "Batched"):
-        schema.lib.impl(op, refuse_batch, key)
+        schema.lib.impl(op, refuse_batched, key)
 
 
 def refuse_derivative_in_transform(op: str) -> None:
@@ -50,3 +48,9 @@ def refuse_derivative_in_transform(op: str) -> None:
         raise NotImplementedError(
             f"{op}: has no derivative inside of torch.func's transforms; use backward or torch.autograd.grad"
         )
+
+
+def refuse_transform(name: str) -> None:
+    """By what is made of torch.autograd.Functions, before torch asks the caller to change these."""
+    if not torch.compiler.is_compiling():
+        refuse_derivative_in_transform(name)

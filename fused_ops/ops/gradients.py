@@ -14,6 +14,8 @@ from ..dispatch.choice import Choice
 from ..dispatch.tensor_guards import has_tangents
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_BATCH: Any = torch._C._parse_dispatch_key("Batched")  # of is_grads_batched; torch.func.vmap has another one
+_BATCHES = DispatchKeySet(_BATCH) | DispatchKeySet(DispatchKey.FuncTorchBatched)
 _collectives = torch.ops._c10d_functional
 
 
@@ -85,6 +87,13 @@ def refuse_second_gradient(op: str) -> None:
         )
 
 
+def refuse_batch(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what}: has no rule for vmap (nor for is_grads_batched); call it once with the batch as a dimension of its "
+        "tensors, or once for each element on all ranks"
+    )
+
+
 def matmul_without_autocast(x: Tensor, y: Tensor) -> Tensor:
     """As the ops, which cast nothing where autocast is on."""
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
@@ -98,6 +107,11 @@ def product_beside(choice: Choice, A: Tensor, B: Tensor) -> Tensor:
     return matmul_without_autocast(A, B)
 
 
+def flat_rows(t: Tensor) -> Tensor:
+    # Not flatten, which ``is_grads_batched`` of torch.autograd.grad has no rule for.
+    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
 def is_transposed_matrix(B: Tensor) -> bool:
     """Of what an op has taken for a matrix: it refuses other shapes."""
     return B.stride(0) == 1 and B.stride(1) == B.shape[0]
@@ -108,12 +122,13 @@ def gradient_of_matrix(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
     A, grad: [..., K] and [..., N], of all rows.
     """
-    x, g = A.flatten(0, -2), grad.flatten(0, -2)
+    x, g = flat_rows(A), flat_rows(grad)
     return matmul_without_autocast(g.t(), x).t() if transposed else matmul_without_autocast(x.t(), g)
 
 
 def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int] | None = None) -> Tensor:
     """Functional, so that it can be traced."""
+    _refuse_batched(grad)
     if counts is not None:
         total = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), "sum", group_name))
         return total.split([*counts], dim)[resolve_group(group_name).rank()].clone()
@@ -124,8 +139,15 @@ def reduce_scatter(grad: Tensor, dim: int, group_name: str, counts: Sequence[int
 
 def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
     """The same, of ``size`` ranks."""
+    _refuse_batched(x)
     whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
     return _collectives.wait_tensor(whole).movedim(0, dim)
+
+
+def _refuse_batched(x: Tensor) -> None:
+    # torch's own loop over a batch copies what has not been waited for.
+    if not torch.compiler.is_compiling() and (torch._C._dispatch_keys(x) & _BATCHES).raw_repr():
+        refuse_batch("a gradient's collective")
 
 
 class SumGradient(torch.autograd.Function):

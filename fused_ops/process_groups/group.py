@@ -21,6 +21,7 @@ from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
+from .. import validation
 from . import options
 from .batches import operations_of_batch, send_as_one
 from .calls import (
@@ -214,6 +215,8 @@ class WeftProcessGroup(ProcessGroup):
         if calls[0].x.is_cuda:
             done = self._device.run(calls, asynchronous=asynchronous, seconds=seconds)
         else:
+            for call in calls:  # before anything is sent; on CUDA NCCL refuses it
+                validation.not_expanded("tensor" if call.x is call.out else "output", call.out)
             exchanges = []
             for call in calls:
                 exchange = prepare_on_host(self, call, seconds)

@@ -14,9 +14,6 @@ import hashlib
 import os
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
 from ..switches import is_on
 from .fault import fault_of
@@ -28,25 +25,7 @@ if TYPE_CHECKING:
 _PLACE = 4096  # bytes of a text, with its digest in front
 _DIGEST = 16
 
-_on: bool | None = None
 _first_calls: bool | None = None
-
-
-def is_checked() -> bool:
-    """Whether calls are compared across ranks.
-
-    >>> from weft import symm_mem
-    >>> symm_mem.set_checked(False)
-    >>> symm_mem.is_checked()
-    False
-
-    What ``set_checked`` said counts, else WEFT_CHECK, else whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch
-    compares calls, too.
-    """
-    global _on
-    if _on is None:
-        _on = is_on("WEFT_CHECK", default=dist.get_debug_level() == dist.DebugLevel.DETAIL)
-    return _on
 
 
 def compares_first_calls() -> bool:
@@ -56,42 +35,6 @@ def compares_first_calls() -> bool:
         is_on("WEFT_CHECK")  # refuses what is neither 0 nor 1
         _first_calls = os.environ.get("WEFT_CHECK") != "0"
     return _first_calls
-
-
-def set_checked(on: bool) -> None:
-    """Compare each call of an op across ranks before it is launched, or the first ones only, in all groups.
-
-    >>> import torch, torch.distributed as dist
-    >>> from weft import symm_mem
-    >>> from weft.fused_ops import one_shot_all_reduce
-    >>> symm_mem.set_checked(True)
-    >>> try:
-    ...     y = one_shot_all_reduce(torch.ones(2 + dist.get_rank()), "sum", None)
-    ... except symm_mem.RankMismatch as error:
-    ...     print(error)
-    call 1 in group '0': rank 1 asked for ...
-    >>> symm_mem.set_checked(False)
-
-    All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
-    first rank that differs from rank 0, the number of the call, and both calls with their file and line. The hosts of
-    the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not. The
-    group is usable afterwards.
-
-    The first call of each op on a group's heap, and the first one after a reset, is compared outside of the checked
-    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode, and so is
-    TORCH_DISTRIBUTED_DEBUG=DETAIL where WEFT_CHECK is not set; all ranks must have the same.
-
-    Args:
-        on: whether to compare.
-
-    Raises:
-        TypeError: ``on`` is not a bool.
-    """
-    global _on
-    if not isinstance(on, bool):
-        raise TypeError(f"on: is {on!r}, must be True or False")
-    _on = on
-    invalidate_calls()
 
 
 def call_check_of(heap: Heap) -> CallCheck:

@@ -24,7 +24,7 @@ from ..bootstrap.processes import has_ended
 from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from ..layout import WORD
-from ..switches import is_on
+from ..switches import is_checked
 from ..timeouts import get_timeout
 from .spin_wait import PeerLiveness, spin
 
@@ -181,7 +181,7 @@ class Fault:
 
     def causes(self, seconds: float) -> str:
         """Why a rank may not have come to a call for so long, as far as this one can say."""
-        said = "" if is_on("WEFT_CHECK") else ": WEFT_CHECK=1 names the first one that differs"
+        said = "" if is_checked() else ": WEFT_CHECK=1 names the first one that differs"
         text = f"it is late, or has made other calls, or in another order{said}"
         since = time.monotonic() - seconds - _RECENT
         threads = sorted(repr(name) for name, at in list(self._heap.callers.values()) if at > since)

@@ -11,11 +11,11 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from .. import call_cache, forks
-from ..failure.call_check import is_checked
 from ..failure.fault import fault_of, refuse_if_broken
 from ..groups import Group, resolve_group
 from ..heap.heap import Heap
 from ..heap.registry import get_heap, has_name, known_heap_of
+from ..switches import is_checked
 from .engine import TransferEngine, make_engine
 from .handle import RegisteredTensor, overlaps_itself
 from .registry import Registry

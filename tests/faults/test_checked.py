@@ -132,6 +132,7 @@ def test_settings_that_differ_are_found() -> None:
         assert re.match(
             rf"one_shot_all_reduce: rank {rank} of group '0' waited 0\.[34]\d* s for rank {1 - rank}", said
         )
+    assert "WEFT_CHECK" not in odd  # which is on already, whoever has switched it on
 
 
 def gives_up(rank: int, world_size: int) -> str:
@@ -173,7 +174,7 @@ def test_the_environment_switches_it_on(rank: int, world_size: int) -> None:
 def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="on: is 1, must be True or False"):
         symm_mem.set_checked(1)  # type: ignore[arg-type]
-    monkeypatch.setattr("weft.symm_mem.failure.call_check._on", None)
+    monkeypatch.setattr("weft.symm_mem.switches._on", None)
     monkeypatch.setenv("WEFT_CHECK", "yes")
     with pytest.raises(ValueError, match="WEFT_CHECK: is 'yes', must be 0 or 1"):
         symm_mem.is_checked()

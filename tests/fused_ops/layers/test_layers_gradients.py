@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from opcommon import relative_error, same_on_all, world
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from weft import fused_ops
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear, all_reduce_gradients
 
+PAGE = Path(__file__).parents[3] / "docs" / "ops.md"
 BATCH, ROWS, WIDTH, HIDDEN = 2, 3, 6, 5  # rows and hidden features: so many a rank
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
@@ -93,6 +98,31 @@ def blocks(rank: int, size: int, seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_two_blocks_on_whole_input_and_on_parts_of_the_sequence(size: int) -> None:
     run_ranks(blocks, size, secrets.randbits(32))
+
+
+@on_ranks([2, 3])
+def test_gradients_are_clipped_as_the_page_says(rank: int, size: int) -> None:
+    (recipe,) = re.findall(r"### Clipping gradients\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for parameter in (whole := plain(HIDDEN * size)).parameters():
+        dist.broadcast(parameter.detach(), 0)
+    reference, x = deepcopy(whole).double(), same_on_all(BATCH, ROWS * size, WIDTH)
+    reference(x).square().sum().backward()
+    max_norm = nn.utils.get_total_norm(gradients(reference)).item() / 3
+    nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    for options in ({}, {"sequence_parallel": True, "sequence_dim": 1}):
+        model = cut_along(whole, **options)
+        model((x.chunk(size, 1)[rank] if options else x).float()).square().sum().backward()
+        if options:
+            all_reduce_gradients(norms(model), None)
+        names = {"model": model, "max_norm": max_norm, "group": None, "DTensor": DTensor}
+        exec(recipe, {**names, **vars(fused_ops)})
+        for name, parameter in model.named_parameters():
+            exact = reference.get_parameter(name).grad
+            assert exact is not None and parameter.grad is not None
+            dim = CUT.get(name.partition(".")[2])
+            wanted = exact if dim is None else exact.chunk(size, dim)[rank]
+            difference = ((parameter.grad.double() - wanted).norm() / exact.norm()).item()
+            assert difference <= 1e-4, f"{options}: {name}: {difference:.3g}"
 
 
 @on_ranks(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 from weft.fused_ops import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
@@ -90,6 +93,55 @@ def test_transforms_and_dtensors_are_refused_by_name(rank: int, world_size: int)
             assert torch.autograd.grad(op(given), given, torch.ones(y.shape))[0].shape == A.shape
             # A transform that differentiates something else lets it pass.
             assert torch.func.grad(lambda s, op=op, A=A: s * op(A).sum().item())(torch.tensor(2.0)).isfinite()
+
+
+def batched(call: Callable[..., Tensor], tensors: list[Tensor], at: int) -> bool:
+    """Whether the gradients of one tensor, of a batch, are taken; they are those of its elements, or refused."""
+    given = [x.detach().clone().requires_grad_(i == at) for i, x in enumerate(tensors)]
+    y = call(*given)
+    grads = torch.randn(3, *y.shape, dtype=y.dtype)
+    want = [torch.autograd.grad(y, given[at], grad, retain_graph=True)[0] for grad in grads]
+    try:
+        (got,) = torch.autograd.grad(y, given[at], grads, is_grads_batched=True)
+    except NotImplementedError as e:
+        if re.search(VMAP, str(e)) is None:
+            raise
+        return False
+    torch.testing.assert_close(got, torch.stack(want))
+    return True
+
+
+@on_ranks([2, 3])
+def test_gradients_of_a_batch_are_right_or_refused(rank: int, world_size: int) -> None:
+    """torch's own loop over a batch does not wait for functional collectives, and gives whatever memory holds."""
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        name: (call.first, call.tensors) for name, call in op_calls(world_size).items() if call.has_gradient
+    }
+    x, wide = torch.randn(2, 3, 8), torch.randn(2, 3, 4 * world_size)
+    for kind, given, *of_kind in (
+        (ColumnParallelLinear, x, 8, 4 * world_size, {"gather_output": True}),
+        (ColumnParallelLinear, x, 8, 4 * world_size, {"sequence_parallel": True}),
+        (RowParallelLinear, wide, 4 * world_size, 8, {"input_is_parallel": False}),
+    ):
+        layer = kind(*of_kind[:2], group=None, **of_kind[2])
+        calls[f"{kind.__name__} {of_kind[2]}"] = layer, [given]
+        for name in ("weight", "bias"):
+            calls[f"{kind.__name__} {of_kind[2]} {name}"] = (
+                lambda p, layer=layer, name=name, given=given: torch.func.functional_call(
+                    layer, {name: p}, (given,)
+                ),
+                [layer.get_parameter(name)],
+            )
+        with pytest.raises(NotImplementedError, match=f"^{kind.__name__}: {TRANSFORM}"):
+            torch.vmap(layer)(torch.stack([given] * 2))
+    gathers = lambda t: fused_all_gather_matmul(t, [B.t()], 0, None)[0]  # noqa: E731
+    calls["fused_all_gather_matmul A"] = gathers, [torch.randn(2, 8)]
+    found = {
+        (name, i): batched(call, given, i) for name, (call, given) in calls.items() for i in range(len(given))
+    }
+    assert len(found) > 60 and not all(found.values())
+    right = [name for name, of in found.items() if of]
+    assert {("fused_all_gather_matmul", 1), ("fused_matmul_reduce_scatter", 3)} < {*right}, right
 
 
 @on_ranks(2)

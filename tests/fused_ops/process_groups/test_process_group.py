@@ -148,6 +148,28 @@ def test_what_it_leaves(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_what_would_be_written_twice_is_refused_before_anything_is_sent(rank: int, world_size: int) -> None:
+    group, x, one = weft_group(), torch.randn(world_size), torch.randn(1)
+    expanded, want = one.expand(world_size), reduced(gather(x), "SUM")
+    calls = [
+        ("tensor", lambda: dist.all_reduce(expanded, group=group)),
+        ("tensor", lambda: dist.all_reduce_coalesced([x.clone(), expanded], group=group)),
+        ("output", lambda: dist.all_gather_into_tensor(expanded, one, group)),
+        ("output", lambda: dist.reduce_scatter_tensor(expanded, torch.cat([x] * world_size), group=group)),
+        ("output", lambda: dist.all_to_all_single(expanded, x, group=group)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=rf"^{name}: is expanded, must have memory of its own"):
+            call()
+        y = x.clone()
+        dist.all_reduce(y, group=group)  # the group is as it was
+        close("all_reduce", y, want, BOUND[torch.float32], gather(x))
+    negated = torch._neg_view(-x)  # over gloo it stays as it was
+    dist.all_reduce(negated, group=group)
+    close("all_reduce", negated, want, BOUND[torch.float32], gather(x))
+
+
+@on_ranks(2)
 def test_coalescing(rank: int, world_size: int) -> None:
     group = weft_group()
     tensors = [torch.randn(n) for n in (3, 17, 1)]
