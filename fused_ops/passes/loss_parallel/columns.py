@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ....symm_mem import resolve_group
+from ..agreement.signature import COMPARED
 from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, walk, what
 from ..graph.rewrite import call, reshape
@@ -152,6 +153,9 @@ class OwnColumns:
             return next(left)
         if calls(node, *FLAT):
             return reshape(next(left), [*val(node).shape[:-1], self.columns.width], before)
-        return call(
-            before, node.target, *(next(left) if has_columns(a) else a for a in node.args), **node.kwargs
-        )
+        args = (next(left) if has_columns(a) else a for a in node.args)
+        made = call(before, node.target, *args, **node.kwargs)
+        made.meta[COMPARED] = {
+            self.columns.c.group
+        }  # a number of it becomes one of all columns, for all ranks
+        return made

@@ -209,6 +209,11 @@ class VoteBoard(vote_rows.VoteRows):
             answer == vote_rows.FUSED, words[row + vote_rows._WHY], words[row + vote_rows._PEER]
         )
 
+    @property
+    def numbers_differ(self) -> bool:
+        """Whether the last rank to leave came with other numbers."""
+        return not self._words[vote_rows._EXPECTED]
+
     def left(self) -> tuple[int, list[str] | None, list[str] | None]:
         """The rank that has left, what it came with, and what others ran there."""
         words = self._words
