@@ -212,7 +212,7 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
         size = resolve_group(ctx.group_name).size()
         grad_bias = None
         if needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32)
+            grad_bias = gradients.flat_rows(grad).sum(0, dtype=torch.float32)
             # Each rank has added it to its part of the rows only; of the last dimension to its columns, all rows.
             if not ctx.has_own_bias:
                 grad_bias = gradients.SumOverRanks.apply(grad_bias, ctx.group_name, ctx.group_size)

@@ -220,10 +220,10 @@ class FusionPass(OnePass, CustomGraphPass):
         numbers = self._begin(graph)
         losses = losses_of(graph)
         self._seen.enter(numbers[0], losses)
-        if not any(collectives(graph)):
+        if not losses and not any(collectives(graph)):
             self._seen.graphs[numbers[0]].custom_ops = [*custom_ops(graph)]
             GraphKernels(graph).compile()
-            if losses or len(numbers) > 1:
+            if len(numbers) > 1:
                 self._tell(numbers[0])
                 self._keep(graph, numbers, None)
             return

@@ -1,7 +1,8 @@
 """What the pass does with the graph of forward and backward, before AOTAutograd's partitioner runs.
 
 All ranks must change it alike: by the graph, the groups' sizes and the settings. A rank whose graph differs is found by
-the vote, but what ranks then run has these changes already.
+the vote, but what ranks then run has these changes already. So where only numbers differ that were taken to be the same
+on all ranks, the vote raises on each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from .agreement.signature import note_numbers
 from .cache_key import pass_key
 from .canonicalize import by_position, name_groups, only_wait_for_pending, wait_once
 from .loss_parallel.joint import put_losses_on_columns
@@ -39,6 +41,7 @@ class JointPass(PassSettings, CustomGraphPass):
             put_losses_on_columns(graph, self)
         if self.sequence_parallel:
             put_joint_graph_on_rows(graph, self)
+        note_numbers(graph)
         if self.regather:
             mark_gathered_again(graph, self)
 

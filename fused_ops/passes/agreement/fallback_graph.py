@@ -32,7 +32,7 @@ from ..records.node import packed
 from ..settings import CAPTURE
 from .fallback import DRAWS, attributes, graph_copy, pickled, why_not_kept
 from .guard import SIZES, GraphGuard, GraphQuestion, GroupQuestion
-from .signature import Order, Signature
+from .signature import NUMBERS, Order, Signature
 from .votes.begun import uncounting_backend
 
 
@@ -101,11 +101,14 @@ class FallbackGraph:
         self._owner, self._before = graph.owning_module, set(graph.nodes)
         self.graph = graph_copy(graph)
         self._graph = self._without_objects()
+        self._numbers = {str(group_of(n)): n.meta[NUMBERS] for n in graph.nodes if NUMBERS in n.meta}
         self._counts: dict[str, int] = {}
         for node in nodes:
             group = group_of(node)
             if group is not None:
                 self._counts[group] = self._counts.get(group, 0) + _begins(node, group)
+        for group in self._numbers:  # of a loss alone
+            self._counts.setdefault(group, 0)
 
     def _without_objects(self) -> fx.Graph:
         """The graph that is kept. What it returns of objects, DTensors' meshes, the generated code has."""
@@ -164,8 +167,12 @@ class FallbackGraph:
         fused = {e.group for e in entries if e.fused_into is not None} | changed
         # What others have, who run it as it was, must not meet other collectives of the backend.
         unasked = not any(group_of(n) in changed for n in collectives(graph))
-        asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
-        kept = any(a.fused for a in asked)
+        kept = not fused.isdisjoint(order)
+        fused |= self._numbers.keys()
+        asked = [
+            GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size(), self._numbers.get(g, 0))
+            for g in order
+        ]
         signature = Signature(graph, index, fused, entries, orders, before=self._before)
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None

@@ -61,13 +61,18 @@ class Voters(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupQuestion:
-    """A group: how many collectives the graph had in it before the pass, whether any of them was fused, and for how
-    many ranks."""
+    """A group: how many collectives the graph had in it before the pass, whether any of them was fused or the graph of
+    forward and backward changed before, for how many ranks, and ``NUMBERS``."""
 
     name: str
     count: int
     fused: bool
     size: int
+    numbers: int = 0
+
+    def signed(self, signature: int) -> int:
+        """Of the graph and the group's numbers."""
+        return signature ^ self.numbers & 0xFFFFFFFF
 
 
 class GraphQuestion(NamedTuple):
@@ -134,8 +139,8 @@ class GraphGuard:
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
-            WeftError: this rank or another one has not come to the graph that others have begun to run fused; all ranks
-                of the group raise it.
+            WeftError: this rank or another one has not come to the graph that others have begun to run fused, or has
+                other numbers in a graph of forward and backward; all ranks of the group raise it.
         """
         answer = self._runs_known(sizes)
         return self._asks(sizes) if answer is None else answer
@@ -158,7 +163,7 @@ class GraphGuard:
                 return None
             if not asked.fused:
                 self._ask(asked, Voters(group, board), signature, can_fuse=False)
-            elif not board.known.run(signature, asked.count, begun(group)):
+            elif not board.known.run(asked.signed(signature), asked.count, begun(group)):
                 return None
         outcomes.count_vote(self.name, True, 0.0, known=True)
         return True
@@ -178,7 +183,7 @@ class GraphGuard:
             for asked in sorted(self._groups, key=lambda g: g.fused):
                 group, board = voters[asked.name]
                 if asked.fused:
-                    board.known.learn(signature)
+                    board.known.learn(asked.signed(signature))
                 known_by.append((asked, weakref.ref(group), weakref.ref(board)))
         self._known_by = known_by
         return agreed
@@ -220,7 +225,7 @@ class GraphGuard:
         if self._original is not None and not capturing:
             self._original.prepare()
         can_fuse = self._captured or not capturing
-        if not can_fuse and self._rounds:
+        if not can_fuse and self._original is not None:
             first = self._rounds[0].name
             outcomes.note(self.name, first, voters[first].board.rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
@@ -237,18 +242,22 @@ class GraphGuard:
     def _ask(self, asked: GroupQuestion, voters: Voters, signature: int, can_fuse: bool) -> Answer:
         """One group's ranks. Why they do not agree is noted."""
         group, board = voters
+        signature = asked.signed(signature)
         board.tell(signature, self._what)
         patience = _vote_deadline(asked.name)
         if board in self._in_vain:
             patience = min(patience, ABSENCE)
         while True:
-            answer = board.ask(Vote(begun(group), asked.count, signature, can_fuse), patience)
+            post = Vote(begun(group), asked.count, signature, can_fuse, asked.numbers)
+            answer = board.ask(post, patience)
             if answer.why != LEFT:
                 break
             if (error := broken_by_leaving(board, group)) is not None:
                 raise error
         if can_fuse and not answer.fused:
-            outcomes.note(self.name, asked.name, answer.peer, reason_of(answer, board, self._what, patience))
+            if self._original is not None:  # else it runs as it is
+                why = reason_of(answer, board, self._what, patience)
+                outcomes.note(self.name, asked.name, answer.peer, why)
             if answer.why in (LATE, ABSENT, NO_BOARD):
                 self._in_vain.add(board)
         return answer

@@ -41,7 +41,14 @@ def differing_collective(own: list[str], other: list[str] | None) -> str:
 
 
 def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None:
-    """A rank has left: breaks the group on this one, for others wait inside of ops. None if it was reset since."""
+    """A rank has left: breaks the group on this one, for others wait inside of ops. None if it was reset since. Nobody
+    waits where it has left because of its numbers."""
+    if where.numbers_differ:
+        return WeftError(
+            f"agree on a graph in group {group.group_name!r}: rank {where.left()[0]} has other numbers than another "
+            "rank, such as factors or slices, in a graph that sequence_parallel or loss_parallel has changed in the "
+            "belief that all have the same: results would be wrong. Without these settings ranks may differ"
+        )
     heaps = heaps_of(group)
     if not where.notes_session(digest(heaps[0].rendezvous.session) if heaps else 0):
         return None

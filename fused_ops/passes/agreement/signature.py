@@ -7,7 +7,8 @@ ranks cannot run fused.
 A number that a graph multiplies by may be moved from one side of a collective to the other, and so from what each rank
 does to all that it receives to what it does to its own part. That is the same function only where all ranks have the
 same number. So what is computed by nodes that the pass has put in is compared, too; and so is what it takes to be the
-same on all ranks.
+same on all ranks. What a graph of forward and backward took to be the same stays apart (``NUMBERS``): it is changed by
+then, whatever the ranks find.
 
 Sizes stand apart from the rest. Symbolic ones are filled in whenever the graph runs, so that a graph for one size and
 a graph for any may agree.
@@ -16,7 +17,7 @@ a graph for any may agree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,15 +27,19 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch.call_check import dims_of_element, own_dims_on
 from ...ops import OP_OF, Op
-from ..graph.collectives import collectives, group_of, kind_of, point_to_point
+from ..graph.collectives import collectives, communicates, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
-from ..graph.nodes import arguments_of
+from ..graph.nodes import arguments_of, walk
 from ..graph.row_wise import is_pointwise
 from ..graph.sizes import Size
 from ..records.entry import Entry
 
-#: What a node has in its ``meta`` if ranks must compute it alike.
+#: What a node has in its ``meta`` if ranks must compute it alike: the groups whose ranks.
 COMPARED = "weft_compared"
+#: What each collective of such a group has, in the graphs that are made of a graph of forward and backward: 31 bits of
+#: what that takes and returns, and 32 of what the ranks must compute alike in it.
+NUMBERS = "weft_numbers"
+_OWN = ("device", "size", "shape", "length")  # a rank's: its values do not depend on them
 _REDUCTIONS = ("amax", "amin", "max", "min")
 Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of this shape
 
@@ -158,7 +163,36 @@ def _computes(node: fx.Node) -> bool:
 
 def _computed(node: fx.Node) -> str:
     """The operator and its numbers."""
-    return f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: None)}"
+    given: Any = node.args
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = {name: value for name, value in arguments_of(node).items() if name not in _OWN}
+    return f"{node.target} {'' if communicates(node) else fx.map_arg(given, lambda n: None)}"
+
+
+def compare(nodes: Iterable[fx.Node], group: str, inside: Collection[fx.Node] = ()) -> None:
+    """Has the ranks of a group compare how they compute the nodes, and what these are made of by calls: up to
+    collectives, and without what is ``inside``."""
+
+    def made_of(node: fx.Node) -> Iterator[fx.Node]:
+        return (n for n in node.all_input_nodes if n not in inside and not communicates(n))
+
+    for node in walk(nodes, made_of):
+        if node.op == "call_function":
+            node.meta[COMPARED] = {*node.meta.get(COMPARED, ()), group}
+
+
+def note_numbers(joint: fx.Graph) -> None:
+    """Has collectives say what was compared in the graph of forward and backward, each for its group."""
+    computed: dict[str, list[str]] = {}
+    for node in joint.nodes:
+        for group in node.meta.pop(COMPARED, ()):
+            computed.setdefault(group, []).append(_computed(node))
+    ends = [*joint.find_nodes(op="placeholder"), *torch.utils._pytree.tree_leaves(joint.output_node().args)]
+    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in ends]
+    kinds = [(v.dtype, v.dim()) if isinstance(v, torch.Tensor) else type(v) for v in values]
+    for node in joint.nodes:
+        if communicates(node) and (lines := computed.get(group_of(node) or "")):
+            node.meta[NUMBERS] = digest(str(kinds)) >> 32 << 32 | digest("\n".join(lines)) >> 31
 
 
 def name_of(signature: int) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ....symm_mem import resolve_group
+from ..agreement.signature import COMPARED
 from ..graph.collectives import Collective
 from ..graph.nodes import FLAT, LeftAlone, argument, aten, calls, is_val, only_user, val, walk, what
 from ..graph.rewrite import call, repeated, reshape
@@ -142,4 +143,8 @@ class OwnColumns:
         """The node, of its inputs' own columns. What inputs have none are all ranks' alike."""
         if calls(node, *FLAT):
             return reshape(own[node.args[0]], [*val(node).shape[:-1], self.columns.width], before)  # type: ignore[index]
-        return repeated(node, lambda n: own.get(n, n), before)
+        made = repeated(node, lambda n: own.get(n, n), before)
+        made.meta[COMPARED] = {
+            self.columns.c.group
+        }  # a number of it becomes one of all columns, for all ranks
+        return made

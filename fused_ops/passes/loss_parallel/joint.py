@@ -12,14 +12,15 @@ from dataclasses import replace
 from torch import fx
 
 from ...ops.vocabulary import chunks
+from ..agreement.signature import COMPARED, compare
 from ..graph.collectives import Collective
-from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, val, walk, what
+from ..graph.nodes import FLAT, LeftAlone, aten, c10d, calls, is_val, val, walk, what
 from ..graph.row_wise import REDUCTIONS, is_pointwise
 from ..graph.sizes import hint, hint_or_one
 from ..origin import fields_of
 from ..records.entry import NOTE, Entry
 from ..settings import LOGITS_BYTES, PassSettings
-from .columns import gathered_columns, keeps_columns, uncast
+from .columns import gathered_columns, has_columns, keeps_columns, uncast
 from .gradient import path_of
 from .linear import put_on_product
 from .log_sum import elements_of, log_sum_of, put_log_sum_on_columns
@@ -70,7 +71,9 @@ def _put_on_columns(c: Collective, settings: PassSettings) -> None:
             logits = elements_of(x)
             loss = put_on_columns(columns, softmax, paths)
             _put_log_sums(loss, logits)
-            _note(*_put_on_product(loss, entry, settings.logits))
+            op, entries = _put_on_product(loss, entry, settings.logits)
+            _compare_what_meets(op, columns.c.group)
+            _note(op, entries)
             return
     if (met := _met_before_softmax(columns.whole)) is not None:
         raise LeftAlone(f"its columns meet {what(met)}")
@@ -114,6 +117,13 @@ def _put_on_product(loss: ColumnLoss, entry: Entry, most: int) -> tuple[fx.Node,
 def _with_columns(whole: fx.Node) -> dict[fx.Node, None]:
     """What has gathered columns, each of one other's alone."""
     return walk([whole], lambda n: filter(keeps_columns, n.users))
+
+
+def _compare_what_meets(op: fx.Node, group: str) -> None:
+    """What own columns are computed with; and that there is a loss, where that is nothing."""
+    own = [n for n in op.graph.nodes if group in n.meta.get(COMPARED, ())]
+    compare((a for n in own for a in n.all_input_nodes if is_val(a) and not has_columns(a)), group)
+    op.meta[COMPARED] = {group}
 
 
 def _note(op: fx.Node, entries: Sequence[Entry]) -> None:

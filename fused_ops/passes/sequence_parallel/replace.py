@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 from torch import fx
 
-from ..agreement.signature import COMPARED
-from ..graph.collectives import Collective, communicates
-from ..graph.nodes import FLAT, aten, c10d, calls, memory, val, walk
+from ..agreement.signature import COMPARED, compare
+from ..graph.collectives import Collective
+from ..graph.nodes import FLAT, aten, c10d, calls, memory, val
 from ..graph.rewrite import call, make_contiguous, put_in_place, reshape, undone_if_left
 from ..graph.row_wise import step_by_rows, sum_of_own_rows
 from ..graph.sizes import Size, same_shape
@@ -47,7 +46,11 @@ def put_on_rows(region: Region) -> dict[fx.Node, Collective]:
         for size, (x, dim) in region.sizes.items():
             with put_for(size):
                 new[size] = call(size, aten.sym_size.int, x, dim)
-    _compare_what_meets(region)
+    # A number of own rows becomes one of all rows, for all ranks; and what meets them is taken to be the same.
+    compare(region.leads, layout.group, region.leads)
+    for node in own.values():
+        if not calls(node, *FLAT):
+            node.meta[COMPARED] = {layout.group}
     for node, gathered in whole.items():
         for user in region.all_rows(node):
             user.replace_input_with(node, gathered)
@@ -73,17 +76,6 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
         x = make_contiguous(x, at)
         pending = call(at, c10d.reduce_scatter_tensor.default, x, c.reduce_op, layout.world, layout.group)
     return pending, call(c.wait, c10d.wait_tensor.default, pending)
-
-
-def _compare_what_meets(region: Region) -> None:
-    """Has the ranks compare how they compute what is not computed by rows: its numbers, and what is cut of what."""
-
-    def computed(node: fx.Node) -> Iterator[fx.Node]:
-        calls_ = (n for n in node.all_input_nodes if n.op == "call_function")
-        return (n for n in calls_ if n not in region.leads and not communicates(n))
-
-    for node in walk((n for lead in region.leads for n in computed(lead)), computed):
-        node.meta[COMPARED] = True
 
 
 def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:

@@ -201,6 +201,11 @@ class VoteBoard(rows.VoteRows):
             return None
         return rows.Answer(answer == rows.FUSED, words[row + rows._WHY], words[row + rows._PEER])
 
+    @property
+    def numbers_differ(self) -> bool:
+        """Whether the last rank to leave came with other numbers."""
+        return not self._words[rows._EXPECTED]
+
     def left(self) -> tuple[int, list[str] | None, list[str] | None]:
         """The rank that has left, what it came with, and what others ran there."""
         words = self._words

@@ -15,6 +15,7 @@ _TURN, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = ran
 _PRESENT = 9  # 1 once the rank has shown its presence
 _RUN = 10  # graphs that it has run fused: here, so that one who is interrupted while it asks has it, too
 _IN_VAIN = 11  # 1 + the rank that it has waited for in vain and that has not come there since; 0: none
+_NUMBERS = 12  # of the post
 _RING, _TURNS_KEPT = 16, 128  # the graphs of its last turns
 _ROW = _RING + 3 * _TURNS_KEPT
 
@@ -39,12 +40,14 @@ class Vote(NamedTuple):
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
         can_fuse: whether the rank could run it fused.
+        numbers: ``NUMBERS`` of the graph in the group; 0: it has none.
     """
 
     begun: int
     count: int  # type: ignore[assignment]
     signature: int
     can_fuse: bool
+    numbers: int = 0
 
 
 class Answer(NamedTuple):
@@ -95,6 +98,13 @@ def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
     return tuple(words[row + _TURN : row + _SIGNATURE + 1])
 
 
+def _has_other_numbers(words: memoryview, row: int, post: Vote) -> bool:
+    """Whether a rank waits before a graph that takes and returns the same, and has other numbers."""
+    numbers = words[row + _NUMBERS]
+    waits = words[row + _POSTS] and words[row + _ANSWER] == UNDECIDED
+    return bool(waits) and numbers != post.numbers and numbers >> 32 == post.numbers >> 32
+
+
 class VoteRows:
     """The rules by which posts become answers. Whoever calls them has the board's lock."""
 
@@ -121,13 +131,16 @@ class VoteRows:
         words[row + _ANSWER] = UNDECIDED
         turn = words[row + _TURN] = words[row + _RUN]
         words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:3]
-        words[row + _CAN_FUSE] = int(post.can_fuse)
+        words[row + _CAN_FUSE], words[row + _NUMBERS] = int(post.can_fuse), post.numbers
         words[row + _POSTS] += 1
         if not post.can_fuse:
             self._decide(words, self.rank, CANNOT_FUSE, self.rank)
         if self._follow(words, post):
             return
         mine, rows = (turn, *post[:3]), [row_of(rank) for rank in range(self.size)]
+        if any(_has_other_numbers(words, r, post) and _post_of(words, r)[:2] == mine[:2] for r in rows):
+            self._leave(words, post, 0)
+            return
         if all(words[r + _ANSWER] == UNDECIDED and _post_of(words, r) == mine for r in rows):
             words[_AGREED] += 1
             for rank in range(self.size):
@@ -165,12 +178,14 @@ class VoteRows:
         return True
 
     def _leave(self, words: memoryview, post: Vote, expected: int) -> None:
-        """Others wait in vain inside of their graphs. All ranks hear of it, and go on as if none had run more."""
+        """Others wait in vain inside of their graphs; or, if 0 is ``expected``, a rank waits here with other numbers.
+        All ranks hear of it, and go on as if none had run more."""
         words[_LEAVER], words[_CAME], words[_EXPECTED] = self.rank, post.signature, expected
         words[_SESSION] = 0
         words[_LEAVES] += 1
         words[_DIFFERED] = 1
-        words[_GO_ON] = self._most(words)
+        # What was posted here is of no turn to come.
+        words[_GO_ON] = max(self._most(words), words[row_of(self.rank) + _RUN] + 1)
         for each in range(self.size):
             if each == self.rank or words[row_of(each) + _ANSWER] == UNDECIDED:
                 self._decide(words, each, LEFT, self.rank)

@@ -21,6 +21,7 @@ from weft.fused_ops.passes.agreement.votes.vote_rows import (
     ANOTHER_GRAPH,
     CANNOT_FUSE,
     LATE,
+    LEFT,
     NO_BOARD,
     PASSED_BY,
     Answer,
@@ -312,3 +313,30 @@ def test_what_stands_after_a_signature() -> None:
     where[0].ask(post(0, signature=8, can_fuse=False), 1.0)
     assert where[1].told(0) == ["a gather"]
     assert where[1].told(1) is None
+
+
+@pytest.mark.parametrize("count", [2, 0])
+def test_other_numbers(count: int) -> None:
+    """All ranks hear of it, also one that comes later; and then vote as if nothing had been posted."""
+    where = make(3)
+    votes = [Vote(4, count, 7 ^ n, True, 5 << 32 | n) for n in (1, 2)]
+    answers = [*ask_all(where[:2], votes), where[2].ask(votes[0], LONG)]
+    assert {a.why for a in answers} == {LEFT} and all(b.numbers_differ for b in where)
+    for begun in (4, 6):
+        assert all(a.fused for a in ask_all(where, [Vote(begun, count, 7, True, 5 << 32)] * 3))
+
+
+@pytest.mark.parametrize("numbers", [0, 6 << 32, 5 << 32 | 1])
+def test_numbers_of_another_graph(numbers: int) -> None:
+    """Or the same numbers."""
+    answers = ask_all(make(2), [Vote(4, 2, 7, True, 5 << 32 | 1), Vote(4, 2, 8, True, numbers)])
+    assert {a.why for a in answers} == {ANOTHER_GRAPH}
+
+
+def test_other_numbers_of_a_rank_that_has_gone_on() -> None:
+    """It would wait in vain if this one raised."""
+    where = make(2)
+    assert where[0].ask(Vote(4, 2, 7, True, 5 << 32 | 1), 0.05).why == LATE
+    assert where[1].ask(Vote(4, 2, 8, True, 5 << 32 | 2), LONG).why == ANOTHER_GRAPH
+    answers = ask_all(where, [Vote(6, 2, n, True, 5 << 32 | n) for n in (1, 2)])
+    assert {a.why for a in answers} == {LEFT}
