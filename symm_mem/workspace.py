@@ -94,7 +94,8 @@ class Workspace(Generic[L]):
         self.last_buffer = 0
         self.host_words: dict[int, _BufferWords] = {}
         self._is_double_buffered = isinstance(layout, Layout)
-        self._calls = CallLog(lambda: get_timeout(heap.group_name), self.replayed)
+        shared = replayed and graph is None
+        self._calls = CallLog(lambda: get_timeout(heap.group_name), self.replayed, shared)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 

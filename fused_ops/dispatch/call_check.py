@@ -72,9 +72,17 @@ class OpCall(NamedTuple):
 class _Current(threading.local):
     begun: OpCall | None = None  #: that has not come to its heap yet
     call: tuple[CallCheck, OpCall, str | None] | None = None  #: whose plan is still to come, and which it is
+    left_out = False  #: its calls are not compared
 
 
 _current = _Current()
+
+
+def leave_out(value: bool) -> bool:
+    """Whether this thread's calls are left out of all comparisons from here on, as other ranks may replay theirs from a
+    CUDA graph. Returns what it was."""
+    before, _current.left_out = _current.left_out, value
+    return before
 
 
 def begin_call(call: OpCall, group: ProcessGroup, device: torch.device) -> None:
@@ -94,8 +102,8 @@ def begin_call(call: OpCall, group: ProcessGroup, device: torch.device) -> None:
     if flight_recorder.calls is not None and group.size() > 1:
         flight_recorder.begin(call.op, group, _shape(call), call_site())
     calling.op, _current.call = call.op, None
-    _current.begun = call
-    if not is_checked() or group.size() == 1:
+    _current.begun = None if _current.left_out else call
+    if not is_checked() or _current.left_out or group.size() == 1:
         return
     _current.begun = None
     try:

@@ -71,13 +71,11 @@ class _ThisThread(threading.local):
     Attributes:
         plan: that of its last call.
         workspaces: whose workspaces its calls use; see ``GraphTurn``.
-        turn: of what Inductor records in CUDA graphs: this run of it, an object of its own.
         name: the thread's, as ``threading`` has it.
     """
 
     plan = Plan("none")
     workspaces = ""
-    turn: object = None
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name

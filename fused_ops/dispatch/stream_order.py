@@ -114,7 +114,7 @@ class StreamOrder:
     """
 
     def __init__(self, room: int) -> None:
-        self._room = room
+        self.room = room
         self._lock = threading.Lock()
         self._streams: set[int] = set()  # of all calls, as long as there is room for all of them at once
         self._several = False
@@ -134,7 +134,7 @@ class StreamOrder:
         with self._lock:
             if not self._several:
                 self._streams.add(stream)
-                if len(self._streams) > self._room:
+                if len(self._streams) > self.room:
                     self._several, self._seen, self._looked = True, {}, self._calls
                     invalidate_calls()
             return (self.begin, self.end) if self._several else (self.alone, None)
@@ -146,7 +146,7 @@ class StreamOrder:
         if mine.replays.used:
             mine.replays.leave(stream)
         if line.last is not None or stream not in line.streams:
-            line.alone(stream, self._room)
+            line.alone(stream, self.room)
 
     def _behind_last(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes after the thread's last call."""
@@ -167,7 +167,7 @@ class StreamOrder:
         with self._lock:
             since, self._looked = self._looked, self._calls
             self._seen = {stream: at for stream, at in list(self._seen.items()) if at > since}
-            if self._several and len(self._seen) <= self._room:
+            if self._several and len(self._seen) <= self.room:
                 self._streams, self._several = set(self._seen), False
                 invalidate_calls()
 
@@ -205,14 +205,14 @@ class StreamOrder:
     def captured(self, stream: int, graph: int) -> Iterator[None]:
         """The body's launches come after those of the thread's last call in the same graph; if nothing is reserved
         for replays, in each after the thread's last call or graph."""
-        mine, ordered = self._mine, self._room == 1
+        mine, ordered = self._mine, self.room == 1
         line = mine.captured
         if line.graph != graph:
             if ordered:
                 mine.replays.enter_graph(stream)
                 self._forget_graphs(CapturedGraph(stream))
             line.begins(graph, several=ordered)  # there an event costs nothing
-        line.several = line.several or len(line.streams | {stream}) > self._room
+        line.several = line.several or len(line.streams | {stream}) > self.room
         if line.several:
             line.wait(stream)
         yield

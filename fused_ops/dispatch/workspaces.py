@@ -21,8 +21,9 @@ from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
+from .call_check import leave_out
 from .plan import GraphTurn, num_sms, this_thread
-from .stream_order import stream_and_graph, stream_key
+from .stream_order import order_of, stream_and_graph, stream_key
 
 L = TypeVar("L", Layout, ExchangeLayout)
 
@@ -38,40 +39,43 @@ AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT, COPIED)  #: where calls around 
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
-_RECORDED = " of recorded graphs on"
+_RECORDED = " of recorded graphs"
 
 
 class RecordedTurn(GraphTurn):
     """While it is there, calls of its thread are those of a compiled graph that Inductor records in CUDA graphs.
 
-    Each rank records when it likes: one runs the calls, or records them, while another replays what it has recorded.
-    So they meet in the same workspace, by their layout and the stream of the turn, and in the same buffer of it. It
-    does not grow, and lasts as long as the heap.
+    Each rank records when it likes: one runs the calls, or records them, while another replays what it has recorded,
+    without a word. So they meet in the same workspace, by their layout, and in the same buffer of it; the workspace
+    does not grow, and lasts as long as the heap; and no call is compared between ranks.
     """
 
-    __slots__ = ("_turn",)
+    __slots__ = ("_left_out",)
 
     def __init__(self) -> None:
         super().__init__()
-        cuda, self._turn = cuda_state.state, this_thread.turn
-        device = cuda.current_device()
-        stream = stream_key(cuda.current_stream(device), device)
-        this_thread.workspaces, this_thread.turn = f"{_RECORDED} {stream}", object()
+        self._left_out = leave_out(True)
+        this_thread.workspaces = _RECORDED + _of_stream()
 
     def __del__(self) -> None:
         super().__del__()
-        this_thread.turn = self._turn
+        leave_out(self._left_out)
+
+
+def _of_stream() -> str:
+    """Where SMs are reserved, calls of several streams are in no order, and may not meet."""
+    if not torch.cuda.is_initialized():
+        return ""
+    cuda = cuda_state.state
+    device = cuda.current_device()
+    return "" if order_of(device).room == 1 else f" on {stream_key(cuda.current_stream(device), device)}"
 
 
 class _RecordedWorkspace(Workspace[L]):
-    """Of a ``RecordedTurn``. Each turn takes its buffers from the first one on."""
-
-    _turn: object = None
+    """Of a ``RecordedTurn``. Buffers take no turns: who replays part of a graph does not know how many calls it has."""
 
     def next_buffer(self) -> int:
-        if self._turn is not this_thread.turn:
-            self._turn, self.last_buffer = this_thread.turn, 1
-        return super().next_buffer()
+        return self.take_buffer(0)
 
 
 _CLASSES = Workspace, _RecordedWorkspace  # of a ``RecordedTurn``: the second one
@@ -117,7 +121,7 @@ def workspace_of(heap: Heap, kind: str, wanted: L) -> Workspace[L]:
         graph = CapturedGraph(stream) if key[-1] else None
         if isinstance(key[1], tuple):
             _drop_those_of_gone_streams(heap, *key[1])
-        tag = f"{name} workspace {layout}"
+        tag = f"{kind + _RECORDED if recorded else name} workspace {layout}"  # without a stream, which is a rank's own
         made = _CLASSES[recorded](heap, layout, tag, graph=graph, replayed=recorded)
         if found is not None and graph is not None:
             made.prepared[OUTGROWN] = found

@@ -37,14 +37,15 @@ class CallLog:
     Args:
         timeout: the deadline that a call begins with.
         replayed: the calls are those of a captured graph, whose replays repeat them.
+        shared: they are those of several, replayed in any order.
     """
 
-    def __init__(self, timeout: Callable[[], float], replayed: bool) -> None:
+    def __init__(self, timeout: Callable[[], float], replayed: bool, shared: bool = False) -> None:
         self.op = "a call"
         self._timeout = timeout
         self._captured_timeout = 0.0
         self.last_site: Site | None = None
-        self.replayed = replayed
+        self.replayed, self._shared = replayed, shared
         self._kept: deque[tuple[str, Site | None, int | Grids]] = deque(maxlen=_KEPT)
         self._times: defaultdict[int | Grids, int] = defaultdict(int)  # how often, all in all
 
@@ -74,6 +75,8 @@ class CallLog:
     def find(self, counter: int | None, epoch: int) -> tuple[str, str | None]:
         """Op and site of epoch ``epoch`` of a buffer or block, the first one being 1; of the last call if that is not
         known."""
+        if self._shared:
+            return " or ".join(sorted({op for op, *_ in list(self._kept)})) or self.op, None
         if counter is not None and (
             epochs := sum(times * _epochs_of(what, counter) for what, times in self._times.items())
         ):

@@ -149,7 +149,7 @@ class GraphGuard:
         """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
         if not self.fused(sizes):
             return None
-        return RecordedTurn() if self._recorded and torch.cuda.is_initialized() else GraphTurn()
+        return RecordedTurn() if self._recorded else GraphTurn()
 
     def _runs_known(self, sizes: tuple[int, ...]) -> bool | None:
         """The answer where all ranks know the graph; None where this rank must ask."""

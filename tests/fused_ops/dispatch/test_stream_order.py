@@ -235,7 +235,7 @@ def test_as_many_calls_find_room_as_their_sms_go_into_all(gpu: Gpu, monkeypatch:
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
         gpu.orders.clear()
         plan.num_sms.cache_clear()
-        assert stream_order.order_of(0)._room == room
+        assert stream_order.order_of(0).room == room
 
 
 @pytest.mark.parametrize("way", [call, fast])

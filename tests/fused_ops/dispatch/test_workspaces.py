@@ -7,8 +7,9 @@ from typing import Any
 
 import fake_gpu
 import pytest
+import torch
 from fake_gpu import Stage
-from weft.fused_ops.dispatch import workspaces
+from weft.fused_ops.dispatch import call_check, workspaces
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 from weft.symm_mem.layout import Layout
 
@@ -20,7 +21,7 @@ class Made:
     def __init__(
         self, heap: Any, layout: Layout, tag: str, *, graph: Any = None, replayed: bool = False
     ) -> None:
-        self.layout, self.graph, self.replayed, self.last_buffer = layout, graph, replayed, 0
+        self.layout, self.tag, self.graph, self.replayed = layout, tag, graph, replayed
         self.prepared: dict[str, Any] = {}
         self.released = False
 
@@ -134,23 +135,33 @@ def test_what_inductor_records_has_one_of_each_size_which_stays(made: Stage) -> 
     assert other is not first and not first.released
     assert (first.layout, other.layout) == (SMALL, BOTH)
     assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) is first
-    so_far = [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 7)]
-    assert so_far == [first, other]
+    assert [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 7)] == [first, other]
     del turn
-    made.gpu.now = 8
-    turn = workspaces.RecordedTurn()  # of another stream
-    assert workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL) not in (first, other)
-    del turn
-    assert [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 8)] == []
+    assert [*workspaces.workspaces_so_far(made.where, workspaces.MATMUL, 7)] == []
 
 
-def test_each_run_of_what_inductor_records_takes_the_same_buffers(made: Stage) -> None:
-    """A replay takes those that it was captured with."""
+def test_streams_in_no_order_do_not_meet_in_what_inductor_records(
+    made: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found: list[Any] = []
+    for reserved in (False, True):
+        workspaces.order_of(0).room = 1 + reserved
+        for stream in (7, 8):
+            made.gpu.now = stream
+            turn = workspaces.RecordedTurn()
+            found.append(workspaces.workspace_of(made.where, workspaces.MATMUL, SMALL))
+            del turn
+    assert [*map(found.index, found)] == [0, 0, 2, 3]
+    assert len({workspace.tag for workspace in found}) == 1, "a stream is a rank's own: heaps compare tags"
+
+
+def test_what_inductor_records_takes_one_buffer_and_is_not_compared() -> None:
+    """A rank that replays a part of a graph does not know how many calls are in it, and says nothing."""
     workspace: Any = object.__new__(workspaces._RecordedWorkspace)
     workspace.last_buffer, workspace._calls = 0, SimpleNamespace(takes=lambda buffer: None)
-    taken = []
-    for calls in (1, 3, 2):
-        turn = workspaces.RecordedTurn()
-        taken.append([workspace.next_buffer() for _ in range(calls)])
-        del turn
-    assert taken == [[0], [0, 1, 0], [0, 1]]
+    turn = workspaces.RecordedTurn()
+    assert [workspace.next_buffer() for _ in range(3)] == [0, 0, 0]
+    assert call_check._current.left_out
+    del turn
+    assert not call_check._current.left_out

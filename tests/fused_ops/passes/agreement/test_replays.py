@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,13 +63,25 @@ def counts(rank: int, size: int) -> None:
     capture(graph, lambda: dist.all_reduce(x, group=other))  # once more: it holds something else
     graph.replay()
     assert (begun(world), begun(other)) == (first[0] + 6, first[1] + 4)
+    voted = Graph()
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        voted.capture_begin()
+        seen = [begun(world)]
+        dist.all_reduce(x)
+        seen.append(begun(world))
+        dist.all_reduce(x, group=other)
+        voted.capture_end()
+    assert seen == [first[0] + 6, first[0] + 7] and begun(world) == first[0] + 7, "as votes have been told"
+    assert begun(other) == first[1] + 4
+    voted.replay()
+    assert (begun(world), begun(other)) == (first[0] + 7, first[1] + 5)
     broken = Graph()
     broken.replays = -1
     with pytest.raises(RuntimeError, match="capturing failed"):
         capture(broken, lambda: dist.all_reduce(x))
-    assert begun(world) == first[0] + 6
-    dist.all_reduce(x)
     assert begun(world) == first[0] + 7
+    dist.all_reduce(x)
+    assert begun(world) == first[0] + 8
     dist.destroy_process_group(other)
 
 
