@@ -59,6 +59,7 @@ class Workspace(Generic[L]):
         replayed: captured graphs may use it, whether it belongs to one or not.
 
     Attributes:
+        meets: whether ranks wait for each other where they make something for ``prepared``.
         prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
             error may have reached some ranks before they had made theirs.
         started: calls that are between their start and their wait, by their buffers, until a reset.
@@ -66,6 +67,8 @@ class Workspace(Generic[L]):
         last_buffer: that of the last call.
         host_words: of a CPU rank's epochs, by buffer.
     """
+
+    meets = True
 
     def __init__(
         self, heap: Heap, layout: L, tag: str, *, graph: CapturedGraph | None = None, replayed: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -74,8 +75,17 @@ def _of_stream() -> str:
 class _RecordedWorkspace(Workspace[L]):
     """Of a ``RecordedTurn``. Buffers take no turns: who replays part of a graph does not know how many calls it has."""
 
+    _before: tuple[Any, ...] = ()  # what was made before resets, which captured graphs run
+
     def next_buffer(self) -> int:
         return self.take_buffer(0)
+
+    def reset_state(self) -> None:
+        super().reset_state()
+        self._before = (*self._before, {**self.prepared})
+        self.prepared.clear()
+        self.started = WeakValueDictionary()
+        self.meets = False  # a rank that replays makes nothing anew
 
 
 _CLASSES = Workspace, _RecordedWorkspace  # of a ``RecordedTurn``: the second one

@@ -42,13 +42,19 @@ from .work import DoneWork
 
 _SUM: Any = dist.ReduceOp.SUM
 BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
-#: Collectives from tensors to others, of one pair or of several, and their methods. From 2.13 on torch has other names
-#: for these, too, and only then has the class below methods of these names.
+#: Collectives from tensors to others, what torch calls these, of one pair or of several, and their methods. From 2.13
+#: on torch has other names for the methods, too, and only then has the class below methods of these names.
 _PAIRED = (
-    (ALL_GATHER, False, "_allgather_base", "all_gather_single"),
-    (ALL_GATHER, True, "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    (REDUCE_SCATTER, False, "_reduce_scatter_base", "reduce_scatter_single"),
-    (REDUCE_SCATTER, True, "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    (ALL_GATHER, ("output", "input"), "_allgather_base", "all_gather_single"),
+    (
+        *(ALL_GATHER, ("output_lists", "input_list")),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    ),
+    (REDUCE_SCATTER, ("outputTensor", "inputTensor"), "_reduce_scatter_base", "reduce_scatter_single"),
+    (
+        *(REDUCE_SCATTER, ("outputTensors", "inputTensors")),
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    ),
 )
 _EXCHANGE = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
 #: Methods of torch's process groups that weft never takes, and the public functions that call them.
@@ -312,10 +318,18 @@ class WeftProcessGroup(ProcessGroup):
         return WeftProcessGroup(self.inner.merge_remote_group(*args, **named), self.record.taken_on)
 
 
-def _paired(name: str, several: bool, method: str) -> Callable[..., Any]:
+def _paired(name: str, tensors: tuple[str, str], method: str) -> Callable[..., Any]:
     of_call = AllgatherOptions if name == ALL_GATHER else ReduceScatterOptions
+    several = method.endswith("coalesced")
 
-    def call(self: WeftProcessGroup, out: Any, x: Any, opts: Any = None) -> Work | None:
+    def call(
+        self: WeftProcessGroup, out: Any = None, x: Any = None, opts: Any = None, **named: Any
+    ) -> Work | None:
+        if named:
+            given = {**dict(zip(tensors, (out, x), strict=True)), **named}
+            if len(given) > len(tensors):
+                raise TypeError(f"{method}: takes {', '.join(tensors)} and opts, not {', '.join(named)}")
+            out, x = given.values()
         opts = of_call() if opts is None else opts
         if not several and (cached := self._launch_cached(name, x, out, opts)) is not False:
             return cached
@@ -347,10 +361,10 @@ def _device_of(args: Any) -> torch.device | None:
     return None
 
 
-for _collective, _several, _old, _new in _PAIRED:
+for _collective, _tensors, _old, _new in _PAIRED:
     _there = [each for each in (_old, _new) if hasattr(ProcessGroup, each)]
     for _method in _there:
-        setattr(WeftProcessGroup, _method, _paired(_collective, _several, _there[-1]))
+        setattr(WeftProcessGroup, _method, _paired(_collective, _tensors, _there[-1]))
 for _method, _collective in _OTHERS.items():
     if hasattr(ProcessGroup, _method):
         setattr(WeftProcessGroup, _method, _left_alone(_method, _collective))

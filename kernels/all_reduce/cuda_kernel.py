@@ -16,7 +16,7 @@ from ..device.collective.combine import CombinedSum, CombineLauncher, CombineSou
 from ..device.collective.launch import reduction_program
 from ..device.comm.exchange_launcher import ExchangeLauncher
 from ..device.comm.ll_exchange import DTYPES, VECTOR, ExchangeSlots, ExchangeWorkspace, in_turn, slots_of
-from ..device.jit.program import fields
+from ..device.jit.program import Function, Program, fields
 from . import configs
 from .configs import AllReduceConfig, choose_all_reduce
 
@@ -46,6 +46,11 @@ _put_addresses = struct.Struct("2Q").pack_into
 
 
 all_reduce_program = partial(reduction_program, SOURCE)  #: kernel.cu for one rank, dtype and operation
+
+
+def _function(program: Program, name: str, device: torch.device) -> Function:
+    with cuda_state.state.make_current(device):
+        return program.function(name)
 
 
 class AllReduceLauncher(ExchangeLauncher[_Params]):
@@ -90,8 +95,7 @@ class AllReduceLauncher(ExchangeLauncher[_Params]):
         for aligned in (False, True):
             whole = aligned and numel * width == count * VECTOR * parts
             name = launch.kernel if whole else f"{launch.kernel}_any"
-            with cuda_state.state.make_current(device):
-                function = program.function(name)
+            function = _function(program, name, device)
             params = _Params(slots_of(place), 0, 0, numel, count, aligned)
             self._prepare(function, launch.blocks, launch.threads, params)
 

@@ -89,7 +89,8 @@ def make_together(
     """
 
     made: list[T] = []
-    workspace.heap.prepare(op, same, lambda: made.append(make()))
+    if workspace.meets:
+        workspace.heap.prepare(op, same, lambda: made.append(make()))
     # Kept once all ranks have theirs: after a failure in between, every rank comes here again.
     kept: T = made[0] if made else make()
     workspace.keep(key, kept)

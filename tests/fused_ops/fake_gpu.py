@@ -188,6 +188,7 @@ class Workspace:
     layout: Any = SimpleNamespace(bytes=0, holds=lambda wanted: True)
     world_size = WORLD_SIZE
     heap: Any = None
+    meets = True
 
     def __init__(self) -> None:
         self.prepared = Prepared()

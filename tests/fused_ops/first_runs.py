@@ -58,7 +58,7 @@ class MadeError(Exception):
 class Workspace:
     """It has the layout that the call wants, and lies nowhere."""
 
-    address, span = 0, 1 << 40
+    address, span, meets = 0, 1 << 40, True
 
     def __init__(self, heap: Any) -> None:
         self.heap, self.rank, self.world_size = heap, heap.rank, heap.world_size

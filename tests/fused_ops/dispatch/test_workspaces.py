@@ -9,8 +9,12 @@ import fake_gpu
 import pytest
 import torch
 from fake_gpu import Stage
+from ranks import run_ranks
+from weft import symm_mem
 from weft.fused_ops.dispatch import call_check, workspaces
+from weft.fused_ops.dispatch.plan import GraphTurn
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
+from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
 
 stage = fake_gpu.stage
@@ -165,3 +169,24 @@ def test_what_inductor_records_takes_one_buffer_and_is_not_compared() -> None:
     assert call_check._current.left_out
     del turn
     assert not call_check._current.left_out
+
+
+def after_a_reset(rank: int, size: int, turn: type[GraphTurn]) -> tuple[int, list[float]]:
+    group, ops = symm_mem.resolve_group(None), torch.ops.weft
+    heap, x, held = get_heap(group, torch.device("cpu")), torch.full((1,), float(rank)), turn()
+    workspace = workspaces.workspace_of(heap, workspaces.MATMUL, Layout(size, 64, 1 << 20))
+    if rank == 0:
+        workspace.keep("made before an error reached the other rank", "made")
+    token = ops.all_gather_start(x, group.group_name)
+    symm_mem.reset()
+    del token  # as the traceback of that error goes
+    again = ops.all_gather_start(x, group.group_name)
+    done = len(workspace.prepared), ops.all_gather_wait(again, x, group.group_name).tolist()
+    del held
+    return done
+
+
+@pytest.mark.parametrize("turn", [GraphTurn, workspaces.RecordedTurn])
+def test_a_reset_leaves_nothing_made_or_started(turn: type[GraphTurn]) -> None:
+    """Ranks make it together again: who has it would not come."""
+    assert run_ranks(after_a_reset, 2, turn, fresh=True) == [(0, [0.0, 1.0])] * 2

@@ -351,3 +351,17 @@ def test_a_profiler_sees_its_calls(rank: int, world_size: int) -> None:
         dist.broadcast(x, 0, group=group)
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["weft:all_reduce"] == 2 and counts["gloo:broadcast"] == 1, counts
+
+
+def by_name(rank: int, size: int) -> list[list[float]]:
+    group = dist.new_group(backend="weft")
+    x, both, part = torch.full((1,), float(rank)), torch.empty(size), torch.empty(1)
+    group._allgather_base(output=both, input=x).wait()
+    group._reduce_scatter_base(part, inputTensor=both).wait()
+    with pytest.raises(TypeError, match="takes output, input and opts, not input, opt"):
+        group._allgather_base(both, input=x, opt=None)
+    return [both.tolist(), part.tolist()]
+
+
+def test_tensors_by_the_names_that_torch_has() -> None:
+    assert run_ranks(by_name, 2) == [[[0.0, 1.0], [0.0]], [[0.0, 1.0], [2.0]]]
