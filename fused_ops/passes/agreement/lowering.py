@@ -38,11 +38,10 @@ class _Agree(CodeNode):
         objects = [f"{i}: {name}" for i, name in enumerate(names_of) if name in V.graph.torchbind_constants]
         write = wrapper.prefix.writeline
         with wrapper.prefix.indent(indent):
-            if not self.fused:
-                write(f"weft_guard.fused({sizes})")  # for ranks that would run theirs fused
-                return
             # Local to the generated function: it ends with the graph's run, also by an exception.
             write(f"weft_turn = weft_guard.turn({sizes})")
+            if not self.fused:  # asked for ranks that would run theirs fused, and for what was changed before
+                return
             write("if weft_turn is None:")
             with wrapper.prefix.indent():
                 write(f"weft_inputs = [{', '.join(names)}]")

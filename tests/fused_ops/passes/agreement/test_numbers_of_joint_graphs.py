@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.distributed import _functional_collectives as funcol
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
+from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.fused_ops.passes.agreement.signature import NUMBERS, compare, note_numbers
 from weft.fused_ops.passes.graph.nodes import aten, c10d
 from weft.symm_mem import WeftError
@@ -153,6 +154,26 @@ def unfused(rank: int, world: int) -> list[str]:
 def test_where_nothing_is_fused() -> None:
     for same, other in run_ranks(unfused, 2):
         assert not same and "results would be wrong" in other
+
+
+def turns_of_a_loss(rank: int, world: int) -> list[bool]:
+    """Of the forward's graph, where nothing is left that the pass could fuse."""
+    taken, turn = [], GraphGuard.turn
+
+    def noted(self: GraphGuard, sizes: tuple[int, ...] = ()) -> Any:
+        found = turn(self, sizes)
+        taken.append(found is not None)
+        return found
+
+    with mock.patch.object(GraphGuard, "turn", noted):
+        assert not trained(partial(loss, own_gradient), 1.5, dist.group.WORLD)[0]
+    return taken
+
+
+def test_a_loss_alone_takes_its_turn() -> None:
+    """So that its calls meet where those of other graphs do, also where Inductor records it in CUDA graphs."""
+    for taken in run_ranks(turns_of_a_loss, 2):
+        assert taken and all(taken)
 
 
 def right(rank: int, world: int, fn: Program, sizes: tuple[int, ...]) -> tuple[str, int, bool]:
