@@ -166,8 +166,9 @@ class FallbackGraph:
             changed |= self._counts.keys()
         fused = {e.group for e in entries if e.fused_into is not None} | changed
         # What others have, who run it as it was, must not meet other collectives of the backend.
-        unasked = not any(group_of(n) in changed for n in collectives(graph))
         kept = not fused.isdisjoint(order)
+        # Nor need ranks run the same where nothing is fused: there numbers alone are compared, and nobody runs ahead.
+        unasked = kept and not any(group_of(n) in changed for n in collectives(graph))
         fused |= self._numbers.keys()
         asked = [
             GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size(), self._numbers.get(g, 0))

@@ -166,7 +166,13 @@ def _computed(node: fx.Node) -> str:
     given: Any = node.args
     if isinstance(node.target, torch._ops.OpOverload):
         given = {name: value for name, value in arguments_of(node).items() if name not in _OWN}
-    return f"{node.target} {'' if communicates(node) else fx.map_arg(given, lambda n: None)}"
+    # Functions of sizes, such as torch.sym_max, have their addresses in their texts.
+    name = (
+        node.target
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", "")
+    )
+    return f"{name} {'' if communicates(node) else fx.map_arg(given, lambda n: None)}"
 
 
 def compare(nodes: Iterable[fx.Node], group: str, inside: Collection[fx.Node] = ()) -> None:

@@ -21,7 +21,8 @@ from torch.distributed import _functional_collectives as funcol
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
-from weft.fused_ops.passes.agreement.signature import NUMBERS, compare, note_numbers
+from weft.fused_ops.passes.agreement.signature import NUMBERS, _computed, compare, note_numbers
+from weft.fused_ops.passes.agreement.votes.vote_rows import TRUSTED
 from weft.fused_ops.passes.graph.nodes import aten, c10d
 from weft.symm_mem import WeftError
 
@@ -191,6 +192,29 @@ def test_dynamic_sizes() -> None:
         assert not error and fused and not differed
 
 
+def one_returns_more(rank: int, world: int) -> str:
+    """Of small graphs, in which nothing is fused, after all ranks know them."""
+
+    def program(group: Any, more: bool, *given: Tensor) -> Any:
+        y = of_rows(1.5, group, *given)
+        return (y, y.detach().abs().mean()) if more else (y, None)
+
+    with compiler():
+        fusion = FusionPass(sequence_parallel=True, loss_parallel=True)
+        ours = torch.compile(program, options=fusion.options, dynamic=False)
+        for step in range(2 * TRUSTED):
+            given = tensors(dist.group.WORLD, 2)
+            try:
+                ours(dist.group.WORLD, rank == 1 and step > TRUSTED, *given)[0].square().sum().backward()
+            except WeftError as e:
+                return str(e)
+        return "fused" * fusion.report().fused
+
+
+def test_ranks_that_differ_later_where_nothing_is_fused() -> None:
+    assert run_ranks(one_returns_more, 2) == ["", ""]
+
+
 def of_two_dimensions(rank: int, world: int) -> tuple[str, int, bool]:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     DATA[:] = [groups[2 + rank % 2]]
@@ -214,6 +238,12 @@ def numbers_of(rows: int, number: float, device: str, returned: int = 1) -> int:
     note_numbers(graph)
     assert NUMBERS not in full.meta
     return int(total.meta[NUMBERS])
+
+
+def test_functions_of_sizes_have_no_addresses() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.sym_max, (graph.placeholder("size"), 64))
+    assert " at 0x" in str(node.target) and " at 0x" not in _computed(node) and "64" in _computed(node)
 
 
 def test_what_counts() -> None:
