@@ -168,7 +168,7 @@ class FallbackGraph:
         # What others have, who run it as it was, must not meet other collectives of the backend.
         kept = not fused.isdisjoint(order)
         # Nor need ranks run the same where nothing is fused: there numbers alone are compared, and nobody runs ahead.
-        unasked = kept and not any(group_of(n) in changed for n in collectives(graph))
+        unasked = (kept or not self._numbers) and not any(group_of(n) in changed for n in collectives(graph))
         fused |= self._numbers.keys()
         asked = [
             GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size(), self._numbers.get(g, 0))
