@@ -73,7 +73,7 @@ def _of_stream() -> str:
 
 
 class _RecordedWorkspace(Workspace[L]):
-    """Of a ``RecordedTurn``. Buffers take no turns: who replays part of a graph does not know how many calls it has."""
+    """Of a ``RecordedTurn``. Each call begins with the first buffer: who replays a part of a graph counts none."""
 
     _before: tuple[Any, ...] = ()  # what was made before resets, which captured graphs run
 

@@ -60,7 +60,8 @@ class MatmulAllGatherCopied(CopiedCall):
             for rows, columns in self._pieces:
                 made = own[rows, columns]
                 torch.mm(a[rows], b[:, columns], out=made)
-                buffer = workspace.next_buffer()
+                # The last piece's is still taken: it is put where it belongs after this one is sent.
+                buffer = workspace.next_buffer() if before is None else workspace.take_buffer(1 - before[0])
                 width, height = made.shape[1] * made.itemsize, made.shape[0]
                 step = made.stride(0) * made.itemsize
                 sent = [CopiedPiece(made.data_ptr(), self._offset, width, height, step)]

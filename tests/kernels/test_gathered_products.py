@@ -21,7 +21,7 @@ from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_all_gather import configs
 from weft.kernels.matmul_all_gather.configs import MatmulAllGatherKernelCall, MatmulAllGatherProblem
 from weft.kernels.matmul_all_gather.copied_products import MatmulAllGatherCopied, choose_copied_pieces
-from weft.symm_mem.layout import NUM_BUFFERS, Layout
+from weft.symm_mem.layout import Layout
 
 LATE = 30  # seconds of a wait
 
@@ -69,13 +69,21 @@ class Gpus(copied.Gpus):
         for peer in range(W):
             self.words[peer][params.buffer.done + self.now.rank] = words[params.buffer.epoch]
 
-    def workspace(self, rank: int) -> Any:
-        self.now.rank, calls = rank, iter(range(1 << 20))
+    def workspace(self, rank: int, takes_turns: bool = True) -> Any:
+        """``takes_turns``: calls begin with the other buffer than the last one took, else with the first one."""
+        self.now.rank = rank
         made = super().workspace(rank)
-        made.next_buffer = lambda: next(calls) % NUM_BUFFERS
+
+        def take_buffer(buffer: int) -> int:
+            made.last_buffer = buffer
+            return buffer
+
+        made.last_buffer, made.take_buffer = 0, take_buffer
+        made.next_buffer = lambda: take_buffer(1 - made.last_buffer if takes_turns else 0)
         return made
 
 
+@pytest.mark.parametrize("takes_turns", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("m", "n"),
@@ -83,7 +91,7 @@ class Gpus(copied.Gpus):
     ids=["columns", "rows", "no multiple of 16 bytes", "one column in the last"],
 )
 def test_all_ranks_have_all_columns(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, m: int, n: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, m: int, n: int, takes_turns: bool
 ) -> None:
     monkeypatch.setattr(configs, "_LEAST_US", 1e-3)
     k = 24
@@ -97,7 +105,7 @@ def test_all_ranks_have_all_columns(
 
     def rank_of(rank: int) -> list[torch.Tensor]:
         gpus.now.rank = rank
-        kernel = MatmulAllGatherCopied(gpus.workspace(rank), calls[rank])
+        kernel = MatmulAllGatherCopied(gpus.workspace(rank, takes_turns), calls[rank])
         outs = [torch.full((m, W * n), float("nan")).to(dtype) for _ in range(3)]
         for out in outs:
             kernel.call([*calls[rank]], [out], 5, STREAM)
