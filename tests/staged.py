@@ -103,6 +103,14 @@ class StagedGroup(dist.ProcessGroup):
         outputs[0].copy_(staged)
         return _done(outputs)
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        staged = [[torch.empty_like(x, device="cpu") for x in outs] for outs in outputs]
+        self._gloo.gather(staged, [x.cpu().contiguous() for x in inputs], opts).wait()
+        for outs, found in zip(outputs, staged, strict=True):
+            for out, x in zip(outs, found, strict=True):
+                out.copy_(x)
+        return _done(outputs)
+
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier().wait()
         return _done(None)
