@@ -14,7 +14,6 @@ import os
 import random
 import resource
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,8 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
     checkpoints = Checkpoints(given.folder, model, optimizer)
     # The first forward adds hooks to parameters: compiled, it would be compiled again for the second step.
     model(input_ids=batch(0, given.rows, given.tokens, device), use_cache=False)
-    about = {"world": dist.get_world_size(), "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+    about = {"pid": os.getpid(), "world": dist.get_world_size()}
+    about["restarts"] = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with (given.folder / f"rank{dist.get_rank()}.jsonl").open("a", buffering=1) as log:
         for step in range(checkpoints.load_newest(), given.steps):
             begin = time.perf_counter()
