@@ -1,9 +1,11 @@
 """transformers' Qwen3 or its mixture, trained with tensor parallelism with and without weft; it survives dead ranks.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_qwen3.py /tmp/qwen3     # one rank a GPU, or CPU ranks
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # or ranks that are started again find the store of those that died
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_qwen3.py /tmp/qwen3
 
 Where a rank dies, torchrun starts all of them again, and they go on from the newest checkpoint in the folder. So does a
-later run, between as many ranks as it has. Each rank adds a line of JSON for each step to its file in the folder.
+later run, between as many ranks as it has. Each rank adds a line of JSON for each step to its file in the folder. There
+is one rank a GPU; where there are fewer GPUs, CPU ranks.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def _placed_as(x: Any, like: Any) -> Any:
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes: of the process, of weft's heap, and of torch on the GPU."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"rss": pages * resource.getpagesize(), "heap": symm_mem.stats().mapped}
+    found = {"rss": pages * resource.getpagesize(), "heap": symm_mem.stats(device=device).mapped}
     if device.type == "cuda":
         found["allocated"] = torch.cuda.memory_allocated()
         found["reserved"] = torch.cuda.memory_reserved()

@@ -8,6 +8,7 @@ again; until then others of this process that use the same store stand in line a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -26,6 +27,11 @@ _STORE = "the group's store (rank 0's process keeps it, or the launcher's)"
 
 T = TypeVar("T")
 _Answers = SimpleQueue[tuple[Any, Exception | None]]
+
+
+def attempt() -> str:
+    """How often torchrun has started the ranks anew: it keeps their store, with all that earlier ones left in it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class GroupStore:

@@ -20,12 +20,12 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from .. import flight_recorder
+from ..bootstrap.store import attempt
 from ..call_site import text
 from ..flight_recorder import KnownGroup, RecordedCall
 from ..timeouts import chosen_timeout, default_timeout
 
 _log = logging.getLogger("weft.symm_mem")
-_FAILED = "weft/a group is broken"
 _LEFT_OUT = "left out"
 _LOOKS = 1.0  # seconds between two looks at the store
 
@@ -184,7 +184,7 @@ class _Dumper:
             store: Any = distributed_c10d._get_default_store()
             store = store.clone()  # for this thread
             while not self._done.wait(_LOOKS):
-                if store.check([_FAILED]):
+                if store.check([_failed()]):
                     self._dump()
 
     def failed(self, error: BaseException) -> None:
@@ -195,7 +195,7 @@ class _Dumper:
         if not _prefix():
             return
         with suppress(Exception):
-            distributed_c10d._get_default_store().set(_FAILED, "1")
+            distributed_c10d._get_default_store().set(_failed(), "1")
         self._dump(flight_recorder.this_thread.call if is_late else None)
 
     def _dump(self, leave_out: RecordedCall | None = None) -> None:
@@ -210,6 +210,11 @@ class _Dumper:
                 _log.warning("the flight record cannot be written to %s: %r", file, e)
             else:
                 _log.warning("the flight record of this rank is in %s", file)
+
+
+def _failed() -> str:
+    """The key that a rank sets whose group is broken."""
+    return f"weft/a group is broken/{attempt()}"
 
 
 def _prefix() -> str | None:

@@ -44,12 +44,13 @@ def kill_late(folder: Path) -> bool:
 
 
 def torchrun(folder: Path, ranks: int, *arguments: str, until: Callable[[], bool] = lambda: True) -> None:
-    """``until`` is asked again and again, up to its first yes. (gloo sometimes fails to connect: more restarts.)"""
+    """``until`` is asked again and again, up to its first yes."""
     cache = folder.parent / "inductor"  # a rank that is killed may leave half a library in it
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or gloo finds addresses of ranks that have died
     env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     command += [f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), f"--save-every={SAVE_EVERY}"]
     out = folder.with_suffix(".txt")
     with out.open("a") as file:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup, Store
 
 from .....symm_mem import WeftError, forks, get_timeout
-from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
+from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, attempt, peek
 from .....symm_mem.heap.registry import has_name
 from . import vote_rows as rows
 from .board_file import BoardFile, backoff, lock, unlock
@@ -43,8 +43,9 @@ class VoteBoard(rows.VoteRows):
         self._owner = forks.Owner(group)
         self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
         self._store = GroupStore(group)
-        # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
-        keys = f"weft/{self._name}/agree"
+        # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new. A
+        # rank that died before it had one has counted less: the counts begin anew with the ranks.
+        keys = f"weft/{self._name}/agree/{attempt()}"
         self._prefix = f"{keys}/{self._asked(lambda s: s.add(f'{keys}/made/{self.rank}', 1))}"
         self.blind: tuple[int, str] | None = None
         self.connected = False

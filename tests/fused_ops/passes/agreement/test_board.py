@@ -98,6 +98,16 @@ def ask_all(where: list[VoteBoard], posts: list[Vote], timeout: float = 10.0) ->
     return at_once(*(lambda b=b, p=p: b.ask(p, timeout) for b, p in zip(where, posts, strict=True)))
 
 
+def test_ranks_that_torchrun_has_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps their store. Of the earlier ranks one had a board, and the other died before it had one."""
+    store = dist.HashStore()
+    for attempt, ranks in enumerate(([0], [0, 1])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        where = [VoteBoard(Group(rank, 2, store)) for rank in ranks]  # type: ignore[arg-type]
+    assert all(b.attached() for b in where)
+    assert all(a.fused for a in ask_all(where, [post(0)] * 2))
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_same_graph_runs_fused(count: int) -> None:
     where = make(count)
