@@ -136,14 +136,15 @@ def _contiguous(x: Any) -> Any:
     """Experts' gate and up are one parameter, of which each rank has two pieces: checkpoints know only one piece."""
     if not isinstance(x, DTensor):
         return x
-    return x.redistribute(placements=[p if p.is_replicate() else Shard(p.dim) for p in x.placements])
+    kinds = [p if p.is_replicate() else Shard(p.dim) for p in x.placements]  # type: ignore[attr-defined]
+    return x.redistribute(placements=kinds)
 
 
 def _placed_as(x: Any, like: Any) -> Any:
     return x.redistribute(placements=like.placements) if isinstance(x, DTensor) else x
 
 
-def memory(device: torch.device) -> dict[str, int]:
+def bytes_in_use(device: torch.device) -> dict[str, int]:
     """Bytes: of the process, of weft's heap, and of torch on the GPU."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"rss": pages * resource.getpagesize(), "heap": symm_mem.stats(device=device).mapped}
@@ -172,7 +173,7 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
             optimizer.step()
             optimizer.zero_grad()
             done = {"step": step, "loss": loss.item(), "seconds": time.perf_counter() - begin}
-            log.write(json.dumps(done | about | memory(device)) + "\n")
+            log.write(json.dumps(done | about | bytes_in_use(device)) + "\n")
             if (step + 1) % given.save_every == 0:
                 checkpoints.save(step + 1)
 
