@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.runtest = functools.partial(with_room, item.runtest)  # type: ignore[method-assign]
         if (marker := item.get_closest_marker("gpu")) is not None:
             wanted = marker.args[0] if marker.args else 2
-            if shared and not marker.kwargs.get("own"):
+            if shared and not any(mark.kwargs.get("own") for mark in item.iter_markers("gpu")):
                 wanted = 1
             if gpus < wanted:
                 item.add_marker(

@@ -58,7 +58,7 @@ def runs_examples(rank: int, world_size: int) -> dict[str, str]:
     """What went otherwise than shown, by name."""
     failed = {}
     # A graph from Inductor's cache is in no report. One thread: others start processes.
-    caches = inductor_config.patch(force_disable_caches=True, compile_threads=1)
+    caches = inductor_config.patch(fx_graph_cache=False, compile_threads=1)
     with caches, tempfile.TemporaryDirectory() as tempfile.tempdir:
         for name, value in public().items():
             symm_mem.set_timeout(DEADLINE)

@@ -217,7 +217,7 @@ def test_compiled(rank: int, size: int) -> None:
         return back, found
 
     torch._dynamo.reset()
-    with in_place() as group, inductor_config.patch(force_disable_caches=True):
+    with in_place() as group, inductor_config.patch(fx_graph_cache=False):
         run = torch.compile(program, fullgraph=True)
         for _ in range(2):
             x, given = torch.randn(16, 8), torch.randint(0, 4, (4,))

@@ -180,7 +180,7 @@ def test_compiled(rank: int, size: int) -> None:
         return layer(x, up, down, group)
 
     torch._dynamo.reset()
-    with in_place() as group, inductor_config.patch(force_disable_caches=True):
+    with in_place() as group, inductor_config.patch(fx_graph_cache=False):
         run = torch.compile(program, dynamic=True, fullgraph=True)
         for rows in (3, 5):
             x, up, down = torch.randn(rows, 6), torch.randn(6, 8), torch.randn(8, 10)
@@ -208,7 +208,7 @@ def micro_pipelined(rank: int, size: int) -> int:
     with (
         in_place(),
         patch.object(dist, "is_nccl_available", return_value=True),
-        inductor_config.patch(_micro_pipeline_tp=True, force_disable_caches=True),
+        inductor_config.patch(_micro_pipeline_tp=True, fx_graph_cache=False),
     ):
         run = torch.compile(program, fullgraph=True)
         with torch_symm._test_mode():  # while it is compiled: the group counts as one of symmetric memory

@@ -55,7 +55,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("WEFT_PASS", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
-    with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
+    with fake_ranks(2), inductor_config.patch(fx_graph_cache=False):
         yield
 
 
@@ -301,7 +301,7 @@ def on_ranks(rank: int, world: int) -> int:
     """Dynamic shapes and a backward, against the float64 product of all shards."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend.weft_backend, dynamic=True, fullgraph=True)
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         for rows in (3, 7, 5):
             x, w = torch.randn(rows, 17, requires_grad=True), torch.randn(17, 11, requires_grad=True)
             y = compiled(x, w)

@@ -111,7 +111,7 @@ def shares(rank: int, size: int) -> tuple[float, float]:
         x = torch.randn(2, columns, 24)
         torch._dynamo.reset()
         begin = now()
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             torch.compile(fn, options=fusion.options, dynamic=False)(
                 x, *(w.requires_grad_() for w in weights)
             ).sum().backward()

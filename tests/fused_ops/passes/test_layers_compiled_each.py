@@ -36,7 +36,7 @@ def other(graph: torch.fx.Graph) -> None:
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
-    with fake_ranks(2), inductor_config.patch(force_disable_caches=True), verifying():
+    with fake_ranks(2), inductor_config.patch(fx_graph_cache=False), verifying():
         yield
     torch._dynamo.reset()
     counters.clear()

@@ -180,7 +180,7 @@ def test_compiled(ranks: int, dynamic: bool, tmp_path: Path) -> None:
 
 
 def uncached(rank: int, size: int) -> tuple[int, int, str]:
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         return trained(rank, size, False, True)
 
 

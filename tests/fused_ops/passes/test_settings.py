@@ -141,7 +141,7 @@ def test_two_passes_in_one_place(monkeypatch: pytest.MonkeyPatch, takes_a_list: 
         pytest.skip("torch takes one pass only")
     monkeypatch.setattr(pass_sequence, "_TAKES_A_LIST", takes_a_list)
     torch._dynamo.reset()
-    with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
+    with fake_ranks(2), inductor_config.patch(fx_graph_cache=False):
         fusion, other = FusionPass(), Other()
 
         def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,14 @@ def trains(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [reduces, exchanges, on_streams, beside_nccl, in_a_graph, trains],
+    [
+        reduces,
+        exchanges,
+        on_streams,
+        pytest.param(beside_nccl, marks=pytest.mark.gpu(own=True)),
+        in_a_graph,
+        trains,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_on_gpus(check: Callable[[int, int], None]) -> None:

@@ -204,7 +204,7 @@ def right(
     lost = [0.0] * 4  # by the program itself, in its dtype: more bits of some data than of other
     for run in (lambda *given: program(gathered, *given), fn):
         given = x.clone().requires_grad_(), w[own].clone().requires_grad_()
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             found = run(*given, targets)
             loss, *others = found if isinstance(found, tuple) else (found,)
             (loss * (rank + 1)).backward()

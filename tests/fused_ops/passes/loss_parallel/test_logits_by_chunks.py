@@ -70,7 +70,7 @@ def without_gradients(rank: int, world: int) -> None:
     torch._dynamo.reset()
     fusion = FusionPass(loss_parallel=1)
     fn = torch.compile(lambda *given: of_each_row(own_gradient, *given), options=fusion.options)
-    with inductor_config.patch(force_disable_caches=True), torch.no_grad():
+    with inductor_config.patch(fx_graph_cache=False), torch.no_grad():
         got = fn(x.view(*ROWS, HIDDEN), w[rank * WIDTH : (rank + 1) * WIDTH], targets)
     logits = x.double() @ w.double().t()
     check("loss", got, of_each_row(lambda *_: logits.view(*ROWS, -1), x, w, targets), 1e-5)
@@ -83,7 +83,7 @@ def nothing_counts(rank: int, world: int) -> None:
         lambda *given: mean(summed_gradient, *given), options=FusionPass(loss_parallel=1).options
     )
     x, w = (torch.randn(*shape, requires_grad=True) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         loss = fn(x, w, torch.full(ROWS, -100))
         loss.backward()
     assert loss.isnan() and x.grad.eq(0).all() and w.grad.eq(0).all()
@@ -96,7 +96,7 @@ def infinite(rank: int, world: int) -> None:
     x, w = (torch.randn(*shape, requires_grad=True) for shape in ((*ROWS, HIDDEN), (WIDTH, HIDDEN)))
     targets = torch.zeros(ROWS, dtype=torch.int64)
     targets[1, :3] = -100
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         (fn(x, w, targets) * torch.inf).backward()
     assert x.grad[1, :3].eq(0).all() and not x.grad[1, 3:].isfinite().any() and not w.grad.isfinite().any()
 

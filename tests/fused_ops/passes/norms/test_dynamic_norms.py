@@ -97,7 +97,7 @@ def test_training_has_it_like_a_literal() -> None:
     for dynamic in (False, True):
         torch._dynamo.reset()
         fusion = FusionPass()
-        with inductor_config.patch({**fusion.options, "force_disable_caches": True}):
+        with inductor_config.patch({**fusion.options, "fx_graph_cache": False}):
             model = torch.compile(Layers(True), backend=run_as_it_is, dynamic=dynamic)
             model(torch.randn(4, 8)).sum().backward()
         found.append(sorted(str(e.fused_into) for e in fusion.report().entries))

@@ -58,7 +58,7 @@ def test_compiled_layers(rank: int, world_size: int) -> None:
 
         fusion = FusionPass()
         torch._dynamo.reset()
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             run = torch.compile(layer, options=fusion.options)
             for _ in range(2):
                 # Whose products are exact, so that no rounding of Inductor's makes another norm.
@@ -92,7 +92,7 @@ def test_a_scaled_product_after_it(rank: int, world_size: int) -> None:
     up, up_scale = torch.randn(32, HIDDEN).to(E4M3), torch.rand(1, 32)
     fusion = FusionPass()
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         got = torch.compile(layer, options=fusion.options)(x, w, residual, weight, up, up_scale)
     (entry,) = fusion.report().entries
     assert entry.fused_into == QUANT, entry

@@ -290,7 +290,7 @@ def test_a_sequential_that_is_compiled_itself() -> None:
 
     model = nn.Sequential(Gather(), nn.Linear(8, 8, bias=False), Scatter())
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True), torch.no_grad():
+    with inductor_config.patch(fx_graph_cache=False), torch.no_grad():
         model.compile(options=fusion.options)
         model(torch.randn(4, 8))
         both = FusionPass(agree=False)

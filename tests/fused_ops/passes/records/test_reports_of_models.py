@@ -195,7 +195,7 @@ def on_ranks(rank: int, world: int) -> tuple[tuple[int, int, int], ...]:
     torch._dynamo.reset()
     first, second = weft.compile(gathers), weft.compile(gathers_otherwise, fuse="always")
     x, w = torch.randn(4, 8), torch.randn(8, 6)
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         for _ in range(2):
             first(x, w)
         second(x, w, rank)
