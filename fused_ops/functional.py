@@ -170,8 +170,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group = None) -> 
 
     Every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no barrier; larger inputs go
     by parts, in one launch. Reduced in float32, in rank order, rounded once: the same bits also in every run and from
-    every algorithm. With WEFT_NCCL_ALL_REDUCE_FROM set to a number of bytes, inputs from that size on are left to NCCL,
-    which sums in another order.
+    every algorithm.
 
     Differentiable for "sum" and "avg": the gradient is all-reduced, as by torch's functional collectives. Works under
     torch.compile and in a CUDA graph. The signature is that of ``torch.ops.symm_mem.one_shot_all_reduce``.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from ...kernels.all_reduce.configs import (
 )
 from ...kernels.device.collective.host_exchange import exchange_layout
 from ...symm_mem.heap.heap import Heap
-from .choice import Choice, on_host, prepare_kernel, unfused
+from .choice import Choice, on_host, prepare_kernel
 from .launch_cache import PreparedKernel
 from .plan import num_sms, sends_in_turn
 from .workspaces import ALL_REDUCE
@@ -49,8 +47,6 @@ def choose_sum_on_cuda(
 ) -> Choice:
     """The same on CUDA, in workspaces of a kind."""
     size, rank, nbytes = group.size(), group.rank(), x.nbytes
-    if nbytes >= nccl_from():
-        return unfused(f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes")
     config = choose_all_reduce(nbytes, size, num_sms(x.device))
 
     def programs() -> list[Program]:
@@ -83,18 +79,3 @@ def prepare_all_reduce(
     chosen = config == choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
     key = (x.numel(), x.dtype, reduce_op, *(() if chosen else (config,)))
     return prepare_kernel(choice, where, name, key, make, same=(name, config.form, x.dtype, reduce_op))
-
-
-@cache
-def nccl_from() -> float:
-    """Bytes from which on the group's own collective is asked for.
-
-    Raises:
-        ValueError: WEFT_NCCL_ALL_REDUCE_FROM is not a number of bytes.
-    """
-    text = os.environ.get("WEFT_NCCL_ALL_REDUCE_FROM")
-    if text is None:
-        return float("inf")
-    if not text.isdigit():
-        raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
-    return int(text)

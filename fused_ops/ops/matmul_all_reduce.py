@@ -117,8 +117,6 @@ def _choose_on_cuda(call: MatmulAllReduceCall, group: ProcessGroup) -> Choice:
     A, B = call.A, call.B
     m, n, k = _sizes(A, B)
     of_sum = choose_sum_on_cuda(NotYet(A.device, A.dtype, m * n * A.element_size()), call.reduce_op, group)
-    if of_sum.is_unfused:
-        return of_sum
     us = of_sum.predicted_us
     if us is not None:
         us = us + matmul_us(m, n, k, device_spec_of(A.device)) if A.element_size() == 2 else None

@@ -253,8 +253,6 @@ def _kernel_of(
     """The kernel of such calls, made by all ranks together; or why there is none."""
     if call.name == ALL_REDUCE:
         choice = choose_sum_on_cuda(x, call.reduce_op, group, kind=GROUP)
-        if choice.is_unfused:
-            return choice.reason
         return prepare_all_reduce(choice, heap, x, call.reduce_op, ALL_REDUCE)
     shape = list(out.shape)
     part, dims = {

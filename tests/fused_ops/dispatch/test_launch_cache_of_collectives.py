@@ -265,17 +265,6 @@ def test_one_rank_may_prepare_in_place_what_another_one_does_not(gpu_stage: Stag
     assert names == [("one_shot_all_reduce", ("one_shot_all_reduce", "one_shot", torch.float32, "sum"))] * 2
 
 
-def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = all_reduces.nccl_from.__wrapped__
-    monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
-    assert asked() == float("inf")
-    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4096")
-    assert asked() == 4096
-    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4 MiB")
-    with pytest.raises(ValueError, match="WEFT_NCCL_ALL_REDUCE_FROM: is '4 MiB', must be a number of bytes"):
-        asked()
-
-
 def test_what_changes_while_a_call_looks_is_not_kept(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread grows the workspace after this one has looked it up: the next call sees the new one."""
     looked_up, other = launch_cache.timeout, Workspace()

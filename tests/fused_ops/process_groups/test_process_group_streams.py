@@ -17,6 +17,7 @@ from fake_gpu import NAME, SIDE, STREAM, Event, Stage
 from weft import symm_mem
 from weft.fused_ops.dispatch import all_reduces, plan
 from weft.fused_ops.dispatch.call_lines import CallLine
+from weft.fused_ops.dispatch.choice import unfused
 from weft.fused_ops.dispatch.launch_cache import PreparedKernel
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
@@ -292,12 +293,17 @@ def test_all_coalesced_calls_are_left_where_one_is(
     stage: GroupStage, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the others were made before."""
-    monkeypatch.setattr(all_reduces, "nccl_from", lambda: 100)
+    chosen = all_reduces.choose_sum_on_cuda
+    monkeypatch.setattr(
+        all_reduces,
+        "choose_sum_on_cuda",
+        lambda x, *rest: unfused("too large") if x.nbytes >= 100 else chosen(x, *rest),
+    )
     tensors = {n: torch.randn(n) for n in sizes}
     run(stage, all_reduce(tensors[2]))
     stage.launches.clear()
     done = stage.lines.run([all_reduce(tensors[n]) for n in sizes], asynchronous=False)
-    assert done == "WEFT_NCCL_ALL_REDUCE_FROM is 100 bytes" and not stage.launches
+    assert done == "too large" and not stage.launches
     run(stage, *(all_reduce(tensors[n]) for n in sizes if n != 25))
     assert len(stage.launches) == 2
 
