@@ -76,6 +76,5 @@ def prepare_all_reduce(
         used = replace(config, in_turn=sends_in_turn(where))
         return AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, used)
 
-    chosen = config == choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
-    key = (x.numel(), x.dtype, reduce_op, *(() if chosen else (config,)))
+    key = x.numel(), x.dtype, reduce_op, config
     return prepare_kernel(choice, where, name, key, make, same=(name, config.form, x.dtype, reduce_op))

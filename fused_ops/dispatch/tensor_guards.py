@@ -50,16 +50,15 @@ _COMMON = _common_states()
 def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
     """The guard of ``tensors``, as they and the thread are now. It keeps no tensor, and takes as many at each check.
 
-    Nothing passes where a gradient of one is wanted, or the thread is in a rare state.
+    Nothing passes where a gradient of one is wanted, one is there twice, or the thread is in a rare state.
     """
     if _state() not in _COMMON:
         return matches_none
     wanted = any(t.requires_grad for t in tensors)
     if wanted and torch.is_grad_enabled():
         return matches_none
-    ids = [id(t) for t in tensors]
-    if len({*ids}) < len(ids):
-        return _with_one_twice(tensors, [ids.index(i) for i in ids])
+    if len({*map(id, tensors)}) < len(tensors):  # torch's take each tensor once
+        return matches_none
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -78,19 +77,6 @@ def _without_gradient(check: TensorGuard) -> TensorGuard:
 
     def alike(*given: object) -> bool:
         return not torch.is_grad_enabled() and check(*given)
-
-    return alike
-
-
-def _with_one_twice(tensors: Sequence[Tensor], first: list[int]) -> TensorGuard:
-    """torch's take each tensor once. ``first``: where each one of them is first."""
-    once = sorted({*first})
-    check = guards_of([tensors[i] for i in once])
-
-    def alike(*given: object) -> bool:
-        return all(given[i] is x for i, x in zip(first, given, strict=True)) and check(
-            *[given[i] for i in once]
-        )
 
     return alike
 

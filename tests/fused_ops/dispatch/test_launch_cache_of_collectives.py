@@ -18,6 +18,7 @@ from torch import Tensor
 from weft import fused_ops, symm_mem
 from weft.fused_ops.dispatch import all_reduces, choice, launch_cache, plan
 from weft.fused_ops.ops import all_gather, all_reduce, reduce_scatter
+from weft.kernels.all_reduce.configs import choose_all_reduce
 from weft.symm_mem import call_cache, flight_recorder
 
 gpu_stage = fake_gpu.stage
@@ -231,7 +232,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
 
     monkeypatch.setattr(choice, "ran", differ)
     stage, x, kernel = gpu_stage, torch.randn(5, 3), Kernel([])
-    stage.workspace.prepared[15, x.dtype, "sum"] = kernel
+    stage.workspace.prepared[15, x.dtype, "sum", choose_all_reduce(60, 2)] = kernel
     for into in (False, True):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
             sum_on_cuda(stage, x, into)

@@ -19,6 +19,7 @@ from weft.fused_ops.ops import all_reduce_rms_norm, all_reduce_rms_norm_quant, m
 from weft.fused_ops.ops.all_reduce_rms_norm_quant import AllReduceRmsNormQuantCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.kernels import all_reduce_rms_norm as op_names
+from weft.kernels.all_reduce.configs import choose_all_reduce
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.failure.call_log import CallLog
@@ -26,6 +27,7 @@ from weft.symm_mem.workspace import Workspace as HeapWorkspace
 
 gpu_stage = fake_gpu.stage
 EPS = 1e-5
+KEY = 30, torch.float32, "sum", choose_all_reduce(120, 2)  # of the sum of the products
 
 
 class Fused(Stage):
@@ -42,8 +44,7 @@ def stage(gpu_stage: Fused) -> Fused:
     for kind in AROUND_MATMULS:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel([])
-    dtype = torch.float32
-    workspace.prepared[6 * 5, dtype, "sum"] = kernel
+    workspace.prepared[KEY] = kernel
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
@@ -180,8 +181,8 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused)
 
 
 def test_nothing_is_found_in_the_checked_mode(stage: Fused) -> None:
-    key, call = (30, torch.float32, "sum"), MatmulAllReduceCall(*stage.product, "sum", NAME)
-    stage.workspace.prepared = CachedDict({key: stage.workspace.prepared[key]})  # type: ignore[assignment]
+    call = MatmulAllReduceCall(*stage.product, "sum", NAME)
+    stage.workspace.prepared = CachedDict({KEY: stage.workspace.prepared[KEY]})  # type: ignore[assignment]
     for checked in (True, False):
         symm_mem.set_checked(checked)
         try:
