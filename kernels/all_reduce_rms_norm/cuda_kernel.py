@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,8 +147,13 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
         wanted = shape(rows, vectors, size, config)
         if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
-        self._given = norm.residual, norm.weight, norm.bias
         self._combine = combine = norm.combine
+        has_scale = norm.quant is not None and not norm.quant.dynamic
+        places, at = [0], 1 if combine is None else 3
+        for there in (norm.residual, norm.weight, norm.bias, has_scale):
+            places.append(at if there else -1)
+            at += there
+        self._given = itemgetter(*places)  # of the operands and a 0, which stands for what there is not
         super().__init__()
         # Of each launch, in bytes: in tensors like x, in what is normed, and in the rows' scales.
         self._offsets: list[tuple[int, int, int]] = []
@@ -175,21 +181,14 @@ class AllReduceRmsNormLauncher(ExchangeLauncher[_Params]):
             )
 
     def _put(self, operands: Sequence[int], results: Sequence[int]) -> Callable[[int], None]:
-        x, rest, parts = operands[0], operands[1:], list(operands[:3])
-        if (combine := self._combine) is not None:
-            rest = operands[3:]
-            if combine.shared:
-                *rest, shared = rest
-                parts.append(shared)
-        given = iter(rest)
-        residual, weight, bias = (next(given) if there else 0 for there in self._given)
+        x, residual, weight, bias, scale = self._given((*operands, 0))
         normed, *written, sums = results
-        scales = written[0] if written else next(given, 0)
+        scales, combine = written[0] if written else scale, self._combine
         for (start, of_normed, of_scales), params in zip(self._offsets, self._params, strict=True):
             added = residual + start if residual else 0
             to = normed + of_normed, sums + start, scales + of_scales
             if combine is not None:
-                put_operands(params, _COMBINE, parts)
+                put_operands(params, _COMBINE, [*operands[:3], *operands[-1:][: combine.shared]])
             _put_addresses(params, _X, x + start, added, weight, bias, *to)
         return self._launch_all if len(self._launches) > 1 else self._launches[0]
 

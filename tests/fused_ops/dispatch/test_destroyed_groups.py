@@ -132,10 +132,17 @@ def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
     call = op_calls()[op]
     operands = [weakref.ref(t) for t in call.arguments.values() if isinstance(t, Tensor)]
-    with mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError), pytest.raises(MemoryError):
-        call(*call.tensors)
-    del call
-    gc.collect(1)  # of these objects; older ones are many
+    gc.freeze()  # older objects are many
+    try:
+        with (
+            mock.patch.object(op_module, "heap_or_reason", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            call(*call.tensors)
+        del call
+        gc.collect()
+    finally:
+        gc.unfreeze()
     assert operands and all(ref() is None for ref in operands)
 
 
