@@ -21,6 +21,7 @@ from weft.fused_ops.ops import all_gather_matmul, matmul_all_reduce, matmul_redu
 from weft.fused_ops.ops.all_gather_matmul import AllGatherMatmulCall
 from weft.fused_ops.ops.matmul_all_reduce import MatmulAllReduceCall
 from weft.fused_ops.ops.matmul_reduce_scatter import MatmulReduceScatterCall
+from weft.kernels.all_reduce.configs import choose_all_reduce
 
 stage = fake_gpu.stage
 SIZE = 2
@@ -84,7 +85,8 @@ def test_a_call_that_runs_unfused_copies_nothing(name: str, n: int) -> None:
 def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
     A, B = misaligned(4, 8), misaligned(8, 16)
-    stage.workspace.prepared[64, A.dtype, "sum"] = SimpleNamespace(launch=lambda *_: None, grids=())
+    key = 64, A.dtype, "sum", choose_all_reduce(256, 2)
+    stage.workspace.prepared[key] = SimpleNamespace(launch=lambda *_: None, grids=())
     with no_copies():
         out = run_on_cuda(
             matmul_all_reduce, stage.where, MatmulAllReduceCall(A, B, "sum", NAME), group=stage.group
