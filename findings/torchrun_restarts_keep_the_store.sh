@@ -33,9 +33,8 @@ if rank == 0:
     store.set("a key", "of the first start")
     with open(sys.argv[1], "a") as seen:
         seen.write(f"start {start} found {found} and counted {counted}\n")
-store.add(f"here/{start}", 1)
-while store.add(f"here/{start}", 0) < 2:
-    pass
+store.set(f"start {start} of {rank}", "")
+store.wait([f"start {start} of {each}" for each in range(2)], timedelta(seconds=60))
 sys.exit(start == "0")
 PROGRAM
 cat > "$folder/expected" <<'EXPECTED'

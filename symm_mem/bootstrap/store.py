@@ -29,7 +29,7 @@ T = TypeVar("T")
 _Answers = SimpleQueue[tuple[Any, Exception | None]]
 
 
-def attempt() -> str:
+def restart_count() -> str:
     """How often torchrun has started the ranks anew: it keeps their store, with all that earlier ones left in it."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from .. import flight_recorder
-from ..bootstrap.store import attempt
+from ..bootstrap.store import restart_count
 from ..call_site import text
 from ..flight_recorder import KnownGroup, RecordedCall
 from ..timeouts import chosen_timeout, default_timeout
@@ -214,7 +214,7 @@ class _Dumper:
 
 def _failed() -> str:
     """The key that a rank sets whose group is broken."""
-    return f"weft/a group is broken/{attempt()}"
+    return f"weft/a group is broken/{restart_count()}"
 
 
 def _prefix() -> str | None:

@@ -21,10 +21,8 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "train_qwen3.py"
 STEPS, SAVE_EVERY, KILL_AFTER = 32, 8, 11
 # Of float32, in up to 32 updates by AdamW, whose first ones are of the rate's size however small a gradient is.
 BOUND = 1e-5
-SETTLED, NOISE = (
-    4,
-    4 << 20,
-)  # from this step of a run on its memory stays; bytes that Python's own objects may take
+SETTLED = 4  # from this step of a run on its memory stays
+NOISE = 4 << 20  # bytes that Python's own objects may take
 
 
 def rows(folder: Path, rank: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup, Store
 
 from .....symm_mem import WeftError, forks, get_timeout
-from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, attempt, peek
+from .....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek, restart_count
 from .....symm_mem.heap.registry import has_name
 from . import vote_rows as rows
 from .board_file import BoardFile, backoff, lock, unlock
@@ -45,7 +45,7 @@ class VoteBoard(rows.VoteRows):
         self._store = GroupStore(group)
         # A store may outlive a group of this name: each rank counts those that had a board, so that keys are new. A
         # rank that died before it had one has counted less: the counts begin anew with the ranks.
-        keys = f"weft/{self._name}/agree/{attempt()}"
+        keys = f"weft/{self._name}/agree/{restart_count()}"
         self._prefix = f"{keys}/{self._asked(lambda s: s.add(f'{keys}/made/{self.rank}', 1))}"
         self.blind: tuple[int, str] | None = None
         self.connected = False

@@ -101,8 +101,8 @@ def ask_all(where: list[VoteBoard], posts: list[Vote], timeout: float = 10.0) ->
 def test_ranks_that_torchrun_has_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps their store. Of the earlier ranks one had a board, and the other died before it had one."""
     store = dist.HashStore()
-    for attempt, ranks in enumerate(([0], [0, 1])):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    for restarts, ranks in enumerate(([0], [0, 1])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         where = [VoteBoard(Group(rank, 2, store)) for rank in ranks]  # type: ignore[arg-type]
     assert all(b.attached() for b in where)
     assert all(a.fused for a in ask_all(where, [post(0)] * 2))
